@@ -1,0 +1,21 @@
+"""What an installed wheel must hold: run by `make wheel-check` in an environment with the core dependencies only."""
+
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+EXTRAS = ("transformers", "accelerate", "peft", "torch_geometric", "matplotlib", "sklearn", "scipy", "beartype")
+
+present = [name for name in EXTRAS if importlib.util.find_spec(name)]
+assert not present, f"the environment is not clean: it has {', '.join(present)}"
+
+import alignattn  # noqa: E402  (after the check that nothing else is there to help)
+
+package = Path(alignattn.__file__).parent
+assert package.is_relative_to(sys.prefix), f"imported from {package}, not from the installed wheel"
+assert (package / "py.typed").is_file(), "py.typed is missing: type checkers would ignore the annotations"
+missing = [name for name in alignattn.__all__ if not hasattr(alignattn, name)]
+assert not missing, f"__all__ names what is not there: {', '.join(missing)}"
+version = importlib.metadata.version("alignattn")
+assert getattr(alignattn, "__version__", version) == version, f"__version__ is not the wheel's {version}"

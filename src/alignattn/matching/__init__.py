@@ -1,0 +1,1 @@
+"""Matching two clouds of tokens: tensors in, losses out. Knows nothing of models."""

@@ -1,0 +1,98 @@
+"""Adversarial matching of queries and keys.
+
+    L = E_q[ log D(q) ] + E_k[ log(1 - D(k)) ]
+
+D ascends; queries and keys descend. Zhang et al. 2021, section 2.3.1. D answers in logits and the logarithms are
+log-sigmoids: log(sigmoid(x)) is -inf in fp32 from x = -104 on, with a gradient of NaN.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from alignattn.errors import ShapeError
+from alignattn.matching.matcher import Matcher, NetworkConfig
+from alignattn.matching.networks import Discriminator, reverse_gradient
+from alignattn.matching.tokens import (
+    blank_padding,
+    check_pair,
+    checked,
+    full_precision,
+    masked_mean,
+    samples_with_tokens,
+    zero_where_empty,
+)
+
+
+def check_logits(
+    query_logits: Tensor, key_logits: Tensor, *, query_mask: Tensor | None = None, key_mask: Tensor | None = None
+) -> None:
+    """Logits [b, h, n] and [b, h, m]."""
+    for name, logits in (("query_logits", query_logits), ("key_logits", key_logits)):
+        if logits.ndim != 3:
+            raise ShapeError(f"{name} must be [b, h, tokens], got shape {tuple(logits.shape)}.")
+    check_pair(query_logits[..., None], key_logits[..., None], query_mask, key_mask)
+
+
+@checked(check_logits)
+@full_precision
+def adversarial(
+    query_logits: Float[Tensor, "b h n"],
+    key_logits: Float[Tensor, "b h m"],
+    *,
+    query_mask: Bool[Tensor, "b n"] | None = None,
+    key_mask: Bool[Tensor, "b m"] | None = None,
+) -> Float[Tensor, "b h"]:
+    """The value of the game for each problem, from the discriminator's logits. With D = 1/2 it is -2 log 2."""
+    of_queries, of_keys = (
+        masked_mean(F.logsigmoid(sign * blank_padding(logits[..., None], mask).squeeze(-1)), mask)
+        for sign, logits, mask in ((1, query_logits, query_mask), (-1, key_logits, key_mask))
+    )
+    return zero_where_empty(of_queries + of_keys, samples_with_tokens(query_mask, key_mask))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdversarialConfig(NetworkConfig):
+    """Options of method "gan"."""
+
+    discriminator: str = "highway"  # or "mlp": linear, ReLU, linear, which the paper's appendix also reports
+    shared_gate: bool = False  # one linear layer as gate and transform of the highway, as the released code has it
+    detach_query: bool = False  # only the keys move, as in the released code
+
+    choices: ClassVar = {"discriminator": ("highway", "mlp")}
+
+
+class AdversarialMatcher(Matcher):
+    """One discriminator a layer, shared by its heads."""
+
+    config: AdversarialConfig
+
+    def networks(self, names: list[str], width: int) -> dict[str, Discriminator]:
+        config = self.config
+        return {
+            "discriminator": Discriminator(
+                names,
+                width,
+                hidden=config.hidden_width,
+                out=1,
+                highway=config.discriminator == "highway",
+                shared_gate=config.shared_gate,
+                seed=self.seed,
+            )
+        }
+
+    def losses(
+        self,
+        query: Float[Tensor, "l b h n d"],
+        key: Float[Tensor, "l b h m d"],
+        query_mask: Bool[Tensor, "lb n"] | None,
+        key_mask: Bool[Tensor, "lb m"] | None,
+        names: list[str],
+    ) -> Float[Tensor, "lb h"]:
+        if self.config.detach_query:
+            query = query.detach()
+        query_logits, key_logits = self.through("discriminator", names, query, key, around=reverse_gradient)
+        return adversarial(query_logits.squeeze(-1), key_logits.squeeze(-1), query_mask=query_mask, key_mask=key_mask)

@@ -1,0 +1,193 @@
+"""Conditional transport between queries and keys.
+
+    CT = 1/2 E_q[ sum_k pi(k|q) c(q,k) ] + 1/2 E_k[ sum_q pi(q|k) c(q,k) ]
+    pi(k|q) ∝ exp(navigator(k)·navigator(q)),   c = 1 - cos(critic(q), critic(k))
+
+The critic ascends; navigator, queries and keys descend. Padded tokens carry no mass. Zhang et al. 2021, section 2.3.3.
+
+Departure: both expectations run as attention. With unit critic features u,
+    sum_j pi(k_j|q_i) c(q_i,k_j) = 1 - u(q_i) · sum_j pi(k_j|q_i) u(k_j),
+and the sum is attention with navigator features as queries and keys and critic features as values. The value is the
+same; no n×m matrix exists.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from alignattn.errors import ConfigError, ShapeError
+from alignattn.matching.matcher import Matcher, NetworkConfig
+from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
+from alignattn.matching.tokens import (
+    check_pair,
+    checked,
+    direction,
+    full_precision,
+    masked_mean,
+    samples_with_tokens,
+    without_empty,
+    zero_where_empty,
+)
+
+LARGEST_FEATURE = 1e6  # of the navigator: beyond it the choice is as sharp as fp32 can tell, and products stay finite
+
+
+def check_features(
+    critic_query: Tensor,
+    critic_key: Tensor,
+    navigator_query: Tensor,
+    navigator_key: Tensor,
+    *,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+) -> None:
+    """Both kinds of features must be of the same tokens."""
+    check_pair(critic_query, critic_key, query_mask, key_mask)
+    check_pair(navigator_query, navigator_key, query_mask, key_mask)
+    if critic_query.shape[:3] != navigator_query.shape[:3] or critic_key.shape[:3] != navigator_key.shape[:3]:
+        raise ShapeError(
+            f"critic features {tuple(critic_query.shape)}, {tuple(critic_key.shape)} and navigator features "
+            f"{tuple(navigator_query.shape)}, {tuple(navigator_key.shape)} must be of the same tokens."
+        )
+
+
+@checked(check_features)
+@full_precision
+def conditional_transport(
+    critic_query: Float[Tensor, "b h n e"],
+    critic_key: Float[Tensor, "b h m e"],
+    navigator_query: Float[Tensor, "b h n f"],
+    navigator_key: Float[Tensor, "b h m f"],
+    *,
+    query_mask: Bool[Tensor, "b n"] | None = None,
+    key_mask: Bool[Tensor, "b m"] | None = None,
+) -> Float[Tensor, "b h"]:
+    """Bidirectional conditional transport cost of each problem, from features [b, h, n, e] and [b, h, m, e].
+
+    Critic and navigator features may differ in width; the fast attention kernels want them equal.
+    """
+    alive = samples_with_tokens(query_mask, key_mask)
+    features = ((critic_query, True), (critic_key, False), (navigator_query, True), (navigator_key, False))
+    query_mask, key_mask, blanked = without_empty(query_mask, key_mask, *features)
+    critics = [direction(features) for features in blanked[:2]]
+    navigators = [features.clamp(-LARGEST_FEATURE, LARGEST_FEATURE) for features in blanked[2:]]
+    carried_to_keys = _carried(critics[0], navigators[0], critics[1], navigators[1], query_mask, key_mask)
+    carried_to_queries = _carried(critics[1], navigators[1], critics[0], navigators[0], key_mask, query_mask)
+    return zero_where_empty((carried_to_keys + carried_to_queries) / 2, alive)
+
+
+def _carried(
+    critic_from: Float[Tensor, "b h n e"],
+    navigator_from: Float[Tensor, "b h n f"],
+    critic_to: Float[Tensor, "b h m e"],
+    navigator_to: Float[Tensor, "b h m f"],
+    mask_from: Bool[Tensor, "b n"] | None,
+    mask_to: Bool[Tensor, "b m"] | None,
+) -> Float[Tensor, "b h"]:
+    """E_from[ sum_to pi(to|from) c(from, to) ]."""
+    width = critic_to.shape[-1]
+    extra = width - navigator_to.shape[-1]  # kernels without an n×m matrix need one width; zeros change no product
+    mean_to = F.scaled_dot_product_attention(
+        F.pad(navigator_from, (0, max(0, extra))),
+        F.pad(navigator_to, (0, max(0, extra))),
+        F.pad(critic_to, (0, max(0, -extra))),
+        attn_mask=None if mask_to is None else mask_to[:, None, None, :],
+        scale=1.0,
+    )[..., :width]  # (b, h, n, e)
+    return masked_mean(1 - (critic_from * mean_to).sum(-1), mask_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditionalConfig(NetworkConfig):
+    """Options of method "ct"."""
+
+    feature_width: int = 16  # of critic and navigator alike: the fast attention kernels want them equal
+    normalise_navigator: bool = False  # unit navigator features, as in the released code
+    navigator_ascends: bool = False  # with the critic, as in the released code
+    critic_cost: str = "cosine"  # or "euclidean": distance of unit critic features, as in the released code
+    transported: str = "tokens"  # or "heads" at one position, as in the released code, whose axes are swapped
+
+    choices: ClassVar = {"critic_cost": ("cosine", "euclidean"), "transported": ("tokens", "heads")}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.feature_width, int) or self.feature_width < 1:
+            raise ConfigError(f"feature_width must be a whole number >= 1, got {self.feature_width!r}.")
+
+
+class ConditionalMatcher(Matcher):
+    """One critic and one navigator a layer, shared by its heads."""
+
+    config: ConditionalConfig
+
+    def networks(self, names: list[str], width: int) -> dict[str, Discriminator | Navigator]:
+        hidden, out = self.config.hidden_width, self.config.feature_width
+        return {
+            "critic": Discriminator(names, width, hidden=hidden, out=out, seed=self.seed, role="critic"),
+            "navigator": Navigator(names, width, hidden=hidden, out=out, seed=self.seed),
+        }
+
+    def losses(
+        self,
+        query: Float[Tensor, "l b h n d"],
+        key: Float[Tensor, "l b h m d"],
+        query_mask: Bool[Tensor, "lb n"] | None,
+        key_mask: Bool[Tensor, "lb m"] | None,
+        names: list[str],
+    ) -> Float[Tensor, "lb h"]:
+        config = self.config
+        around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
+        critics = self.through("critic", names, query, key, around=reverse_gradient)
+        navigators = self.through("navigator", names, query, key, around=around)
+        if config.normalise_navigator:
+            navigators = direction(navigators[0]), direction(navigators[1])
+        if config.transported == "heads":
+            return self._over_heads(critics, navigators)
+        if config.critic_cost == "euclidean":
+            return _euclidean(critics, navigators, query_mask, key_mask)
+        return conditional_transport(*critics, *navigators, query_mask=query_mask, key_mask=key_mask)
+
+    def _over_heads(self, critics: tuple[Tensor, Tensor], navigators: tuple[Tensor, Tensor]) -> Float[Tensor, "lb h"]:
+        """The heads at each position as tokens, the positions as problems; each head is given their mean."""
+        if critics[0].shape[2] != critics[1].shape[2]:
+            raise ShapeError(
+                f"transported='heads' pairs positions, so queries and keys must be equally many, got "
+                f"{critics[0].shape[2]} and {critics[1].shape[2]}. Use transported='tokens'."
+            )
+        heads = critics[0].shape[1]
+        swapped = [t.transpose(1, 2) for t in (*critics, *navigators)]  # (lb, n, h, e)
+        if self.config.critic_cost == "euclidean":
+            losses = _euclidean((swapped[0], swapped[1]), (swapped[2], swapped[3]), None, None)
+        else:
+            losses = conditional_transport(*swapped)
+        return losses.mean(1, keepdim=True).expand(-1, heads)
+
+
+def _euclidean(
+    critics: tuple[Float[Tensor, "b h n e"], Float[Tensor, "b h m e"]],
+    navigators: tuple[Float[Tensor, "b h n f"], Float[Tensor, "b h m f"]],
+    query_mask: Bool[Tensor, "b n"] | None,
+    key_mask: Bool[Tensor, "b m"] | None,
+) -> Float[Tensor, "b h"]:
+    """The same with c = |u(q) - u(k)|. A distance is no inner product: this one holds the n×m matrix."""
+    alive = samples_with_tokens(query_mask, key_mask)
+    features = ((critics[0], True), (critics[1], False), (navigators[0], True), (navigators[1], False))
+    query_mask, key_mask, blanked = without_empty(query_mask, key_mask, *features)
+    units = [direction(t) for t in blanked[:2]]
+    similarity = units[0] @ units[1].mT  # (b, h, n, m)
+    cost = (2 - 2 * similarity).clamp_min(1e-6).sqrt()  # the guard keeps the gradient finite where q and k meet
+    logits = blanked[2].clamp(-LARGEST_FEATURE, LARGEST_FEATURE) @ blanked[3].mT.clamp(
+        -LARGEST_FEATURE, LARGEST_FEATURE
+    )
+    losses = []
+    for scores, costs, mask_from, mask_to in (
+        (logits, cost, query_mask, key_mask),
+        (logits.mT, cost.mT, key_mask, query_mask),
+    ):
+        if mask_to is not None:
+            scores = scores.masked_fill(~mask_to[:, None, None, :], float("-inf"))
+        losses.append(masked_mean((scores.softmax(-1) * costs).sum(-1), mask_from))
+    return zero_where_empty((losses[0] + losses[1]) / 2, alive)

@@ -1,0 +1,161 @@
+"""Matcher: from the queries and keys of many attention calls to one loss per problem, in one batched call.
+
+A *problem* is one sample in one head of one attention call. Calls of one shape are stacked along `l`; their networks,
+where the method has any, are rows of one bank of weights. A matcher knows tensors and layer names, never models.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from alignattn.errors import ConfigError, unknown
+from alignattn.matching.tokens import blank_padding, full_precision
+
+FINITE_INPUT = (
+    1e9  # networks see entries clipped here: nothing is learnt from larger ones, and fp32 products stay finite
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatcherConfig:
+    """Options that every method has. Checked when made."""
+
+    mask_padding: bool = True  # False counts padded tokens as tokens, as the released code does
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, allowed in self.choices.items():
+            if getattr(self, name) not in allowed:
+                raise unknown(name, getattr(self, name), allowed)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type in (bool, "bool") and not isinstance(value, bool):
+                raise ConfigError(f"{field.name} must be True or False, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig(MatcherConfig):
+    """Options of the methods that learn networks."""
+
+    hidden_width: int = 16  # of the perceptrons
+    standardise: bool = False  # show the networks q and k on a common scale: mean and variance of the problem, detached
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.hidden_width, int) or self.hidden_width < 1:
+            raise ConfigError(
+                f"hidden_width must be a whole number >= 1, got {self.hidden_width!r}. The default is 16."
+            )
+
+
+class Matcher(nn.Module):
+    """Base of the four methods. Subclasses give `losses`, and `networks` if they have any."""
+
+    def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.seed = seed
+        self.banks = nn.ModuleList()  # one ModuleDict of networks for each set of layers that appeared together
+        self.rows: dict[tuple[str, int], tuple[int, int]] = {}  # (layer, head width) -> bank, row in it
+
+    def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
+        """The networks of these layers; none for methods without."""
+        return {}
+
+    def losses(
+        self,
+        query: Float[Tensor, "l b h n d"],
+        key: Float[Tensor, "l b h m d"],
+        query_mask: Bool[Tensor, "lb n"] | None,
+        key_mask: Bool[Tensor, "lb m"] | None,
+        names: list[str],
+    ) -> Float[Tensor, "lb h"]:
+        """One loss per problem; padded tokens are zeros already."""
+        raise TypeError(f"{type(self).__name__} must define losses().")
+
+    def ensure(self, names: list[str], width: int, device: torch.device) -> bool:
+        """Make networks for the layers that have none yet; True if there were such."""
+        new = [name for name in dict.fromkeys(names) if (name, width) not in self.rows]
+        if not new:
+            return False
+        networks = self.networks(new, width)
+        if networks:
+            self.banks.append(nn.ModuleDict(dict(networks)).to(device))
+        self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
+        return bool(networks)
+
+    def bank(self, name: str, width: int) -> int:
+        """Calls can be stacked only if their networks lie in one bank."""
+        return self.rows[name, width][0]
+
+    @full_precision
+    def forward(
+        self,
+        query: Float[Tensor, "l b h n d"],
+        key: Float[Tensor, "l b h m d"],
+        query_mask: Bool[Tensor, "l b n"] | None,
+        key_mask: Bool[Tensor, "l b m"] | None,
+        names: list[str],
+    ) -> Float[Tensor, "l b h"]:
+        """One loss per problem, for `l` calls made by the layers `names`."""
+        layers, samples = query.shape[:2]
+        masks = [None if m is None or not self.config.mask_padding else m.flatten(0, 1) for m in (query_mask, key_mask)]
+        blanked = [blank_padding(t.flatten(0, 1), m) for t, m in zip((query, key), masks, strict=True)]
+        if isinstance(self.config, NetworkConfig) and self.config.standardise:
+            blanked = list(standardise(blanked[0], blanked[1], masks[0], masks[1]))
+        query, key = (t.unflatten(0, (layers, samples)) for t in blanked)
+        losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
+        return losses
+
+    def through(
+        self,
+        network: str,
+        names: list[str],
+        query: Float[Tensor, "l b h n d"],
+        key: Float[Tensor, "l b h m d"],
+        *,
+        around: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
+        """Queries and keys through one network of each layer, in one product."""
+        width = query.shape[-1]
+        bank = self.bank(names[0], width)
+        rows = [self.rows[name, width][1] for name in names]
+        in_order = rows == list(range(len(self.banks[bank][network].first.weight)))  # type: ignore[index]
+        layers = None if in_order else torch.tensor(rows, device=query.device)
+        tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
+        tokens = around(tokens.clamp(-FINITE_INPUT, FINITE_INPUT))
+        features = around(self.banks[bank][network](tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)
+        parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
+        shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
+        return shaped[0], shaped[1]
+
+
+def standardise(
+    query: Float[Tensor, "p h n d"],
+    key: Float[Tensor, "p h m d"],
+    query_mask: Bool[Tensor, "p n"] | None,
+    key_mask: Bool[Tensor, "p m"] | None,
+) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"]]:
+    """Queries and keys of each problem minus their common mean, over their common root-mean-square.
+
+    One number scales all axes of a problem, so its geometry stays. The statistics are detached: they put the
+    networks' inputs on a scale and are nothing to be optimised. Departure from the paper, which feeds q and k as they
+    are.
+    """
+    with torch.no_grad():
+        weights = []
+        for tokens, mask in ((query, query_mask), (key, key_mask)):
+            ones = tokens.new_ones(tokens.shape[0], tokens.shape[2])
+            weights.append((ones if mask is None else mask.to(tokens.dtype))[:, None, :, None])  # (p, 1, n, 1)
+        pooled, weight = torch.cat([query, key], dim=2), torch.cat(weights, dim=2)
+        peak = pooled.abs().amax((2, 3), keepdim=True).clamp_min(1.0)  # keeps squares finite
+        weight = weight / weight.sum(2, keepdim=True).clamp_min(1.0)
+        mean = (pooled * weight).sum(2, keepdim=True)  # (p, h, 1, d)
+        variance = (((pooled - mean) / peak).square() * weight).sum(2, keepdim=True).mean(-1, keepdim=True)
+        inverse = torch.rsqrt(variance + 1e-6 / peak.square()) / peak  # a problem of one point stays where it is
+    return (query - mean) * inverse, (key - mean) * inverse

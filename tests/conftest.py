@@ -1,0 +1,43 @@
+"""Small models that many tests attach to."""
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Warnings of ours that are attributed to the caller's line. pyproject.toml says why this stands here.
+    config.addinivalue_line("filterwarnings", "error::alignattn.errors.AlignmentWarning")
+    torch.set_num_threads(1)  # the models are tiny, and threads of several workers only wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def bert():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64)
+    return BertForSequenceClassification(config).train()
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Three sentences of seven tokens, the first two padded, with labels."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(3, 7, dtype=torch.long)
+    mask[0, 4:] = 0
+    mask[1, 6:] = 0
+    return {
+        "input_ids": torch.randint(5, 50, (3, 7), generator=generator),
+        "attention_mask": mask,
+        "labels": torch.tensor([0, 1, 1]),
+    }
+
+
+@pytest.fixture
+def encoder() -> torch.nn.TransformerEncoder:
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

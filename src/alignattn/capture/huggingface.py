@@ -1,0 +1,233 @@
+"""transformers models whose attention goes through the library's attention interface.
+
+A modeling file looks its attention function up in `ALL_ATTENTION_FUNCTIONS`, by `config._attn_implementation`. While a
+model is attached, the files of its attention modules find a stand-in there, which hands out the same functions,
+watched. Configs keep their names: files ask whether it is "eager" or "sdpa", masks are built by it, and a copy of the
+model must run without us.
+"""
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias, valid_keys
+from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
+from alignattn.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from alignattn.capture.tap import Tap
+
+SOCKETS = "_alignattn_sockets"  # on an attention module: the sockets that want its calls
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether the module looks attention functions up when it is called."""
+    config = getattr(module, "config", None)
+    return hasattr(config, "_attn_implementation") and _interface_file(type(module)) is not None
+
+
+def _interface_file(cls: type) -> dict[str, Any] | None:
+    """The namespace of the modeling file whose code looks the function up; a class may inherit it from another file."""
+    for base in cls.__mro__:
+        if base.__module__ == "transformers.modeling_utils":  # PreTrainedModel only manages the names
+            continue
+        for member in vars(base).values():
+            function = inspect.unwrap(member) if callable(member) else None
+            if INTERFACE in getattr(getattr(function, "__code__", None), "co_names", ()):
+                namespace: dict[str, Any] = function.__globals__  # type: ignore[union-attr]
+                return namespace
+    return None
+
+
+class HuggingFaceSocket(ProjectedSocket):
+    """Stands behind the attention interface of transformers."""
+
+    kind = "attention interface"
+
+    @classmethod
+    def find(cls, model: nn.Module) -> list[Site]:
+        if "transformers" not in sys.modules:  # then the model cannot be one of its models
+            return []
+        return [
+            Site(name, module, cls.kind, first_integer(module, HEADS), head_width(module))
+            for name, module in model.named_modules()
+            if uses_interface(module)
+        ]
+
+    def __init__(self, tap: "Tap", sites: Sequence[Site]) -> None:
+        for site in sites:  # before anything is hooked
+            _check(_implementation(site.module), site.module)
+        super().__init__(tap, sites)
+        self.files = {id(file): file for m in self.sites if (file := _interface_file(type(m))) is not None}
+        for file in self.files.values():
+            _watch(file)
+        # A model may be dropped without detach(); the files outlive it.
+        self.release = weakref.finalize(tap.model, _unwatch_all, list(self.files.values()))
+        for module in self.sites:
+            module.__dict__[SOCKETS] = (*module.__dict__.get(SOCKETS, ()), self)
+            names = list(inspect.signature(module.forward).parameters)
+            self.handles.append(module.register_forward_pre_hook(self._note_cross(names), with_kwargs=True))
+
+    def _note_cross(self, names: list[str]) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.tap.active:
+                self.cross[module] = attends_elsewhere(names, args, kwargs)
+                if module in self.sites and self.tap.records_from(module):
+                    self.called(module)
+
+        return before
+
+    def see(
+        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, implementation: str | None
+    ) -> None:
+        """One call of a watched module."""
+        if self.tap.records_from(module):
+            _check(implementation, module)
+            key_mask = valid_keys(mask, query.shape[0], key.shape[2])
+            # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
+            segments = None if mask is None else self.tap.segments_for(query, key)
+            self.record(module, query, key, key_mask, cross=self.cross.get(module, False), segments=segments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of an attached model is a plain model
+
+    def remove(self) -> None:
+        super().remove()
+        for module in self.sites:
+            left = tuple(socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not self)
+            if left:
+                module.__dict__[SOCKETS] = left
+            else:
+                module.__dict__.pop(SOCKETS, None)
+        self.release()
+
+
+def head_width(module: nn.Module) -> int | None:
+    """The width of a head, where the module says it."""
+    width = first_integer(module, WIDTH)
+    if width is not None:
+        return width
+    heads, hidden = first_integer(module, HEADS), first_integer(module, ("embed_dim", "hidden_size", "d_model", "dim"))
+    return hidden // heads if heads and hidden else None
+
+
+# --- the interface -------------------------------------------------------------------------------------------------
+
+
+class _WatchedInterface:
+    """Stands for `ALL_ATTENTION_FUNCTIONS` in one modeling file: the same functions, watched."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+        self.users = 0
+
+    def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        return _watched(self.plain.get_interface(implementation, default), implementation)
+
+    def __getitem__(self, implementation: str) -> Callable[..., Any]:
+        return _watched(self.plain[implementation], implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def _watch(file: dict[str, Any]) -> None:
+    if not isinstance(file[INTERFACE], _WatchedInterface):
+        file[INTERFACE] = _WatchedInterface(file[INTERFACE])
+    file[INTERFACE].users += 1
+
+
+def _unwatch_all(files: list[dict[str, Any]]) -> None:
+    for file in files:
+        _unwatch(file)
+
+
+def _unwatch(file: dict[str, Any]) -> None:
+    """Several models, and several taps of one, may be watched in one file, and come off in any order."""
+    file[INTERFACE].users -= 1
+    if file[INTERFACE].users == 0:
+        file[INTERFACE] = file[INTERFACE].plain
+
+
+def _watched(function: Callable[..., Any], implementation: str | None) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None]
+        for socket in sockets:
+            socket.see(module, query, key, attention_mask, implementation)
+
+        def original() -> Any:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+        attend = next((s.tap.attend for s in reversed(sockets) if s.stands_in_for(module)), None)
+        if attend is None:
+            return original()
+        call = _call(module, query, key, value, attention_mask, kwargs, implementation, original)
+        return attend(call).transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+    implementation: str | None,
+    original: Callable[[], Any],
+) -> AttentionCall:
+    strange = [name for name in ("softcap", "s_aux", "cache") if kwargs.get(name) is not None]
+    if strange:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {', '.join(strange)} to its attention, which a stand-in cannot reproduce."
+        )
+    bias = as_bias(None if mask is None else mask[..., : key.shape[2]], query)
+    if mask is None and implementation == "sdpa" and query.shape[2] > 1:
+        is_causal = kwargs.get("is_causal")
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            bias = causal_bias(query, key)
+    position = kwargs.get("position_bias")
+    if position is not None:
+        bias = position if bias is None else bias + position
+    scale = kwargs.get("scaling")
+    return AttentionCall(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        bias=bias,
+        dropout=float(kwargs.get("dropout") or 0.0),
+        proceed=lambda: original()[0].transpose(1, 2),
+    )
+
+
+def _implementation(module: nn.Module) -> str | None:
+    name: str | None = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+    return name
+
+
+def _check(implementation: str | None, module: nn.Module) -> None:
+    """Whether we can read the masks that are given to the functions of this name."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = implementation or "eager"
+    if any(kind in name for kind in ("flash", "flex", "paged")) or name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} uses attn_implementation={name!r}, whose masks cannot be read here. "
+            "Load it with attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa') first."
+        )

@@ -1,0 +1,162 @@
+"""What an attention module does in one call, and the queries and keys that are left of it to be matched."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from alignattn.errors import ShapeError
+
+HIDDEN = -5000.0  # a bias or logit below hides a key: hosts add -10000, -1e9, the dtype's minimum or -inf
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of one attention module: `softmax(query keyᵀ · scale + bias) value`, before anything is computed.
+
+    Keys and values may have fewer heads than queries (grouped-query attention); masked pairs have a bias of -inf.
+    """
+
+    module: nn.Module
+    query: Float[Tensor, "b h n d"]
+    key: Float[Tensor, "b g m d"]
+    value: Float[Tensor, "b g m v"]
+    scale: float
+    bias: Float[Tensor, "*bias"] | None  # broadcasts to [b, h, n, m]
+    dropout: float
+    proceed: Callable[[], Tensor]  # what the model would have done: output [b, h, n, v]
+
+    def weights(self) -> Float[Tensor, "b h n m"]:
+        """The attention weights of soft attention, no dropout; zeros where a query may see no key at all."""
+        logits = self.query @ to_query_heads(self.key, self.query.shape[1]).mT * self.scale
+        if self.bias is None:
+            return logits.softmax(-1)
+        blind = (self.bias == -math.inf).all(-1, keepdim=True)  # as scaled_dot_product_attention has it
+        return (logits + self.bias.masked_fill(blind, 0.0)).softmax(-1).masked_fill(blind, 0.0)
+
+    def attend(self, weights: Float[Tensor, "b h n m"]) -> Float[Tensor, "b h n v"]:
+        """Values gathered by any weights."""
+        return weights @ to_query_heads(self.value, self.query.shape[1])
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The output of a query or key projection, and a twin of it.
+
+    A gradient given to the twin reaches the projection's parameters and stops there.
+    """
+
+    output: Tensor
+    twin: Tensor
+
+
+@dataclass(frozen=True)
+class QueryKey:
+    """The queries and keys of one attention call, keys repeated to the heads of the queries. Checked when made."""
+
+    query: Tensor  # [b, h, n, d]
+    key: Tensor  # [b, h, m, d]
+    query_mask: Tensor | None = None  # [b, n], True = valid
+    key_mask: Tensor | None = None  # [b, m]
+    segments: Tensor | None = None  # [b, n]: which document of a packed row a token belongs to
+    name: str = ""
+    call: int = 0  # how often this module had been called before in the same forward pass
+    projected: tuple[Projected, ...] = ()
+
+    def __post_init__(self) -> None:
+        for side in ("query", "key"):
+            tensor, mask = getattr(self, side), getattr(self, f"{side}_mask")
+            if tensor.ndim != 4 or 0 in tensor.shape:
+                raise ShapeError(
+                    f"{self._who}: {side} must be [b, h, tokens, d], none of them zero, got {_of(tensor)}."
+                )
+            if not tensor.is_floating_point():
+                raise ShapeError(f"{self._who}: {side} must be floating point, got {tensor.dtype}.")
+            if mask is not None and mask.dtype != torch.bool:
+                raise ShapeError(f"{self._who}: {side}_mask must be boolean, True = valid, got {mask.dtype}.")
+            if mask is not None and mask.shape != (tensor.shape[0], tensor.shape[2]):
+                expected = (tensor.shape[0], tensor.shape[2])
+                raise ShapeError(f"{self._who}: {side}_mask must be [b, tokens] = {expected}, got {_of(mask)}.")
+        query, key = self.query.shape, self.key.shape
+        if query[0] != key[0] or query[3] != key[3] or query[1] % key[1]:
+            raise ShapeError(
+                f"{self._who}: query {_of(self.query)} and key {_of(self.key)} must agree in samples and width, and "
+                "the heads of the queries be a multiple of those of the keys."
+            )
+        object.__setattr__(self, "key", to_query_heads(self.key, query[1]))
+
+    @property
+    def _who(self) -> str:
+        return self.name or "record"
+
+    def unpacked(self) -> "QueryKey":
+        """One row a document, where several were packed into one row."""
+        if self.segments is None:
+            return self
+        valid = self.query_mask if self.query_mask is not None else torch.ones_like(self.segments, dtype=torch.bool)
+        samples = len(valid)
+        label = self.segments + (self.segments.max() + 1) * torch.arange(samples, device=valid.device)[:, None]
+        _, document = torch.unique(label[valid], return_inverse=True)  # (tokens,)
+        if document.numel() == 0:
+            return replace(self, segments=None)
+        documents = int(document.max()) + 1
+        if documents == samples and self.query_mask is None:
+            return replace(self, segments=None)  # nothing was packed
+        lengths = torch.bincount(document, minlength=documents)
+        longest = int(lengths.max())
+        start = lengths.cumsum(0) - lengths
+        order = torch.argsort(document, stable=True)
+        place = torch.arange(len(document), device=valid.device) - start[document[order]]
+        row, column = valid.nonzero(as_tuple=True)
+        mask = valid.new_zeros(documents, longest)
+        mask[document[order], place] = True
+
+        def gather(tokens: Tensor) -> Tensor:
+            packed = tokens.new_zeros(documents, longest, tokens.shape[1], tokens.shape[3])
+            chosen = tokens.transpose(1, 2)[row[order], column[order]]  # (tokens, h, d)
+            return packed.index_put((document[order], place), chosen).transpose(1, 2)
+
+        return replace(
+            self, query=gather(self.query), key=gather(self.key), query_mask=mask, key_mask=mask, segments=None
+        )
+
+
+def to_query_heads(tokens: Float[Tensor, "b g m d"], heads: int) -> Float[Tensor, "b h m d"]:
+    """Each key head repeated for the query heads that share it."""
+    groups = tokens.shape[1]
+    return tokens if groups == heads else tokens.repeat_interleave(heads // groups, dim=1)
+
+
+def valid_keys(mask: Tensor | None, samples: int, keys: int) -> Bool[Tensor, "b m"] | None:
+    """Which keys an attention mask leaves to any query; None when it hides none.
+
+    Boolean masks are True where attention may go; float ones are added to the logits.
+    """
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        mask = mask > HIDDEN if mask.is_floating_point() else mask != 0
+    while mask.ndim < 4:
+        mask = mask[None]
+    allowed = mask[..., :keys].flatten(1, 2).any(1)  # (b or 1, m)
+    return allowed.expand(samples, keys)
+
+
+def as_bias(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask of any kind as a bias to be added to logits."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, -math.inf)
+
+
+def causal_bias(query: Tensor, key: Tensor) -> Tensor:
+    """-inf above the diagonal, aligned at the first query and key as scaled_dot_product_attention does."""
+    hidden = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).triu(1)
+    return torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, -math.inf)
+
+
+def _of(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))

@@ -1,0 +1,300 @@
+"""Tap: watches every attention call of a model, or stands in for it. Taps stack, and come off in any order."""
+
+import fnmatch
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from alignattn.capture.hooked import HookedSocket
+from alignattn.capture.huggingface import HuggingFaceSocket
+from alignattn.capture.multihead import MultiheadSocket
+from alignattn.capture.querykey import AttentionCall, QueryKey
+from alignattn.capture.sdpa import SdpaSocket
+from alignattn.capture.site import Site, Socket
+from alignattn.errors import CaptureError, ConfigError, UnsupportedModelError
+
+SOCKETS: tuple[type[Socket], ...] = (HuggingFaceSocket, HookedSocket, MultiheadSocket, SdpaSocket)
+
+Layers = int | str | Sequence[int | str] | None
+
+
+class Tap:
+    """Attached to a model from when it is made until `remove()`.
+
+    `watch` is given the queries and keys of each call; `attend` computes the attention in the model's place. A record
+    is taken iff the module is training and gradients are on, or, with `always`, in every forward pass. The recorder
+    is open while the model's own forward runs: a checkpointed layer that is recomputed in the backward pass finds it
+    closed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        watch: Callable[[QueryKey], None] | None = None,
+        attend: Callable[[AttentionCall], Tensor] | None = None,
+        begin: Callable[[], None] | None = None,
+        finish: Callable[[Any, bool], Any] | None = None,  # output, labels given -> the output instead, or None
+        layers: Layers = None,
+        cross: bool = False,
+        always: bool = False,
+        projections: bool = False,  # also find what made queries and keys, for a gradient that stops there
+    ) -> None:
+        self.model = model
+        self.attend = attend
+        self.cross = cross
+        self.always = always
+        self.projections = projections
+        self.recording = False
+        self._watch, self._begin, self._finish = watch, begin, finish
+        self._segments: Tensor | None = None
+        self._calls: dict[str, int] = {}
+        self._depth = 0
+        self.sites = choose(find_sites(model), layers, model)
+        self._sockets: list[Socket] = []
+        self._handles: list[Any] = []
+        try:
+            self._hook_model()  # before the sockets' hooks: the model may itself be an attention module
+            for socket in SOCKETS:
+                sites = [site for site in self.sites if site.kind == socket.kind]
+                if sites and attend is not None and not socket.can_stand_in:
+                    raise UnsupportedModelError(
+                        f"The attention of {type(model).__name__} ({sites[0].name} and others) can be watched "
+                        "through its projections, but it is written out in the module and nothing can stand in for "
+                        "it."
+                    )
+                if sites:
+                    self._sockets.append(socket(self, sites))
+            _forget_compiled_code()
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def active(self) -> bool:
+        """Whether the running forward pass concerns this tap."""
+        return self.recording or (self.attend is not None and self._depth > 0)
+
+    def records_from(self, module: nn.Module) -> bool:
+        """Whether a call of this attention module is to be recorded now."""
+        if not self.recording:
+            return False
+        if self.always:
+            return True
+        if module.training and not torch.is_grad_enabled():
+            self._refuse_reentrant_checkpointing(module)
+        return module.training and torch.is_grad_enabled()
+
+    def take(self, record: QueryKey) -> None:
+        """A call was seen by a socket."""
+        if self._watch is None:
+            return
+        call = self._calls.get(record.name, 0)
+        self._calls[record.name] = call + 1
+        if call:
+            object.__setattr__(record, "call", call)
+        self._watch(record)
+
+    def segments_for(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """Which document each token belongs to, where the model was called with packed rows."""
+        segments, n = self._segments, query.shape[2]
+        if segments is None or segments.shape[1] != n or key.shape[2] != n or query.shape[0] % segments.shape[0]:
+            return None
+        return segments.expand(query.shape[0], n) if segments.shape[0] == 1 else segments
+
+    def remove(self) -> None:
+        """The model as it was before."""
+        self._close()
+        for handle in self._handles:
+            handle.remove()
+        for socket in reversed(self._sockets):
+            socket.remove()
+        self._handles, self._sockets = [], []
+        _forget_compiled_code()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # copies of a model are not attached
+
+    # --- the model's own forward ------------------------------------------------------------------------------------
+
+    def _hook_model(self) -> None:
+        model = self.model
+        if isinstance(model, nn.TransformerEncoderLayer):
+            # Hooks on the layer itself would switch off its fused eval path; global ones do not. The layer may be
+            # dropped without remove(): they must not keep it alive, nor outlive it.
+            mine, layer = weakref.ref(self), weakref.ref(model)
+
+            def before(module: nn.Module, args: Any) -> None:
+                if module is layer() and (tap := mine()) is not None:
+                    tap._before(module, args, {})
+
+            def after(module: nn.Module, args: Any, output: Any) -> Any:
+                tap = mine() if module is layer() else None
+                return None if tap is None else tap._after(module, args, {}, output)
+
+            self._handles.append(nn_module.register_module_forward_pre_hook(before))
+            self._handles.append(nn_module.register_module_forward_hook(after, always_call=True))
+            for handle in self._handles:
+                weakref.finalize(model, handle.remove)
+            return
+        self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
+        # The last tap to open is the first to close: function modes come off in that order.
+        self._handles.append(
+            model.register_forward_hook(_After(self), with_kwargs=True, always_call=True, prepend=True)
+        )
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        training = torch.is_grad_enabled() and any(site.module.training for site in self.sites)
+        if training and self._begin is not None:
+            try:
+                self._begin()
+            except BaseException:
+                self._depth = 0
+                raise
+        self.recording = self.always or training
+        self._segments = _packed_segments(kwargs) if self.recording else None
+        self._calls.clear()
+        for socket in self._sockets:
+            if self.active:
+                socket.open()
+            else:
+                socket.idle()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._depth == 0:  # our own pre-hook raised
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        recorded = self.recording
+        missed = [site for socket in self._sockets for site in socket.missed()]
+        self._close()
+        failed = output is None and sys.exc_info()[0] is not None
+        if recorded and not failed and missed:
+            raise UnsupportedModelError(
+                f"{missed[0].name} ({type(missed[0].module).__name__}) of {type(self.model).__name__} ran, and no "
+                "product of its queries and keys was seen"
+                + (f"; the same goes for {len(missed) - 1} others. " if missed[1:] else ". ")
+                + "Its attention is no softmax of one such product over all tokens, or is computed in a way not known "
+                "here. Leave it out with layers=."
+            )
+        if recorded and not failed and self._finish is not None:
+            return self._finish(output, kwargs.get("labels") is not None)
+        return None
+
+    def _close(self) -> None:
+        self.recording = False
+        self._depth = 0
+        self._segments = None
+        for socket in reversed(self._sockets):
+            socket.close()
+
+    def _refuse_reentrant_checkpointing(self, module: nn.Module) -> None:
+        """Gradients are on for the model and off for this module. If that is by re-entrant checkpointing, say so."""
+        frame = sys._getframe()
+        while frame is not None:
+            inside = isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx)
+            if inside and not frame.f_code.co_filename.endswith("checkpoint.py"):
+                raise UnsupportedModelError(
+                    f"{self._name_of(module)} runs inside an autograd function of the model's own "
+                    f"({frame.f_code.co_qualname}), as reversible layers do: queries and keys carry no gradient there."
+                )
+            if inside:
+                raise CaptureError(
+                    f"{self._name_of(module)} runs under re-entrant gradient checkpointing, where queries and keys "
+                    "carry no gradient and alignment would be lost without a word. Use use_reentrant=False: "
+                    "gradient_checkpointing_kwargs={'use_reentrant': False} for the Trainer, checkpoint(..., "
+                    "use_reentrant=False) in code of your own."
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next((site.name for site in self.sites if site.module is module), type(module).__name__)
+
+
+class _Before:
+    """Hooks are objects, so that a deep copy of the model gets them without the tap."""
+
+    def __init__(self, tap: Tap | None) -> None:
+        self.tap = tap
+
+    def __call__(self, *args: Any) -> None:
+        if self.tap is not None:
+            self.tap._before(*args)
+
+
+class _After(_Before):
+    def __call__(self, *args: Any) -> Any:
+        return None if self.tap is None else self.tap._after(*args)
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Every attention module of the model that can be reached, in the order of its modules."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"A torch.nn.Module is needed, got {type(model).__name__}.")
+    found: dict[nn.Module, Site] = {}
+    for socket in SOCKETS:
+        for site in socket.find(model):
+            found.setdefault(site.module, site)
+    order = {module: place for place, module in enumerate(model.modules())}
+    sites = sorted(found.values(), key=lambda site: order[site.module])
+    if not sites:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention that can be captured: no module of it uses the attention "
+            "interface of transformers, nn.MultiheadAttention or scaled_dot_product_attention. In an attention of "
+            "your own, make alignment = alignattn.Alignment(...) and call alignment.record(query, key, query_mask, "
+            "key_mask) where queries and keys are at hand."
+        )
+    return sites
+
+
+def choose(sites: list[Site], layers: Layers, model: nn.Module) -> list[Site]:
+    """The sites that `layers` names: by index, by name, or by a pattern such as `encoder.layer.[0-5].*`."""
+    if layers is None:
+        return sites
+    names = [site.name for site in sites]
+    chosen: set[int] = set()
+    for wanted in [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else layers:
+        if isinstance(wanted, int) and not isinstance(wanted, bool):
+            if not -len(sites) <= wanted < len(sites):
+                raise ConfigError(
+                    f"layers={wanted}: {type(model).__name__} has {len(sites)} attention modules, 0 to "
+                    f"{len(sites) - 1}."
+                )
+            chosen.add(wanted % len(sites))
+            continue
+        if not isinstance(wanted, str):
+            raise ConfigError(f"layers must be numbers, names or patterns, got {wanted!r}.")
+        matches = [
+            i
+            for i, name in enumerate(names)
+            if name == wanted or name.startswith(f"{wanted}.") or fnmatch.fnmatchcase(name, wanted)
+        ]
+        if not matches:
+            raise ConfigError(f"layers={wanted!r} matches no attention module. They are: {', '.join(names)}.")
+        chosen.update(matches)
+    if not chosen:
+        raise ConfigError(f"layers={layers!r} leaves nothing to align.")
+    return [site for i, site in enumerate(sites) if i in chosen]
+
+
+def _packed_segments(kwargs: dict[str, Any]) -> Tensor | None:
+    """Documents in packed rows, told as transformers tells them: positions that do not go on, and no mask given."""
+    positions = kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
+        return None
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+def _forget_compiled_code() -> None:
+    """What torch.compile made of a model knows nothing of hooks that come later, and would go on without them."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -1,0 +1,86 @@
+"""Imports go one way: the design's arrows, read off the source."""
+
+import ast
+from pathlib import Path
+
+import alignattn
+
+PACKAGE = Path(alignattn.__file__).parent
+
+# What each part may import of the package; a part is a module or folder directly under alignattn.
+ANYONE = {"errors"}
+CORE = {"capture", "matching", "config", "finite", "objective", "adversary", "alignment", "functional"}
+ALLOWED = {
+    "errors": set(),
+    "capture": set(),
+    "matching": set(),
+    "metrics": set(),
+    "results": set(),
+    "functional": {"matching", "metrics"},
+    "config": {"matching"},
+    "finite": set(),
+    "adversary": set(),
+    "objective": {"capture", "config", "finite", "matching"},
+    "alignment": {"adversary", "capture", "config", "finite", "matching", "objective"},
+    "bayesian": {"capture", "config", "matching"},
+    "integrations": CORE,
+    "diagnostics": CORE | {"bayesian", "metrics"},
+    "models": CORE | {"bayesian"},
+    "datasets": set(),
+    "attacks": {"datasets", "metrics", "models"},
+    "report": {"results", "plots"},
+    "plots": {"results"},
+}
+ON_TOP = {"__init__", "__main__", "cli", "demo", "experiments"}  # may import everything below them
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(file: Path) -> set[str]:
+    """The parts of the package that a file imports, wherever in it, at run time or for types alone."""
+    package = ["alignattn", *file.relative_to(PACKAGE).parent.parts]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names.update(f"{module}.{alias.name}" for alias in node.names)
+    return {name.split(".")[1] for name in names if name.startswith("alignattn.")}
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_source_is_read():
+    assert {"capture", "matching", "alignment", "errors"} <= {part_of(file) for file in FILES}
+    assert imported_parts(PACKAGE / "objective.py") >= {"capture", "matching"}
+
+
+def test_every_part_is_placed():
+    strangers = {part_of(file) for file in FILES} - set(ALLOWED) - ON_TOP
+    assert not strangers, f"Say in ALLOWED what {sorted(strangers)} may import."
+
+
+def test_imports_go_one_way():
+    wrong = [
+        f"{file.relative_to(PACKAGE)} imports {other}"
+        for file in FILES
+        if part_of(file) not in ON_TOP
+        for other in imported_parts(file) - ALLOWED.get(part_of(file), set()) - ANYONE - {part_of(file)}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_capture_matching_metrics_and_results_know_nothing_of_each_other():
+    for part in ("capture", "matching", "metrics", "results"):
+        assert ALLOWED[part] == set()
+
+
+def test_nobody_below_imports_what_stands_on_top():
+    for file in FILES:
+        if part_of(file) not in ON_TOP:
+            assert not imported_parts(file) & ON_TOP, file

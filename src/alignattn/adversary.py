@@ -1,0 +1,78 @@
+"""The adversary: discriminator, critic and navigator, with an optimizer of their own.
+
+They are no part of the user's model: its clipping, weight decay, schedule, LoRA freezing and sharding would starve
+them. Their gradients come from the same backward as the model's, are averaged over processes, and the step is taken
+before the next training forward. A gradient that is not finite skips the step.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Adversary:
+    """Steps the networks of a matcher; `optimizer` is None until there are any."""
+
+    def __init__(self, networks: nn.Module, *, rate: float, betas: tuple[float, float]) -> None:
+        self.networks = networks
+        self.rate, self.betas = rate, betas
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.due = False  # a loss has been handed out since the last step
+
+    def take_on(self) -> None:
+        """Networks may have been made: optimize those too."""
+        known = set() if self.optimizer is None else {p for g in self.optimizer.param_groups for p in g["params"]}
+        new = [parameter for parameter in self.networks.parameters() if parameter not in known]
+        if not new:
+            return
+        if self.optimizer is None:
+            # Fused Adam looks at `found_inf` on the device: a step is skipped without the host waiting to know.
+            self.optimizer = torch.optim.Adam(new, lr=self.rate, betas=self.betas, fused=True)
+        else:
+            self.optimizer.param_groups[0]["params"] += new  # one group: so a saved state fits however it came about
+
+    def follow(self, device: torch.device) -> None:
+        """Move to where the queries and keys are."""
+        if any(parameter.device != device for parameter in self.networks.parameters()):
+            self.networks.to(device)
+            state = {} if self.optimizer is None else self.optimizer.state
+            for values in state.values():
+                values.update({k: v.to(device) for k, v in values.items() if isinstance(v, Tensor)})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the step that is due, if one is. Every process must call this together."""
+        if self.optimizer is None or not self.due:
+            return
+        self.due = False
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        arrived = any(p.grad is not None for p in parameters)
+        if not arrived and not several:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([g.flatten() for g in gradients] + [gradients[0].new_full((1,), float(arrived))])
+        if several:
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+        skip = ~flat.isfinite().all() | (flat[-1] == 0)
+        start = 0
+        for parameter in parameters:
+            end = start + parameter.numel()
+            parameter.grad = flat[start:end].view_as(parameter)
+            start = end
+        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state; empty before there are networks."""
+        return {} if self.optimizer is None else self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.take_on()
+        if self.optimizer is not None and state:
+            self.optimizer.load_state_dict(state)

@@ -1,0 +1,390 @@
+"""Alignment: joins capture and mathematics.
+
+    minimise  -log p(y|x) + weight · L_align
+
+L_align is the mean over samples, and the sum (`paper`) or mean over heads and layers, of the losses of all attention
+calls that were captured. (Zhang et al. 2021, equation 1, prints `log p + weight · L_align` "to maximise", and
+minimises L_align: a slip of sign.)
+"""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from alignattn.adversary import Adversary
+from alignattn.capture import QueryKey, Tap
+from alignattn.capture.projection import frozen
+from alignattn.capture.tap import Layers
+from alignattn.config import DEFAULT_METHOD, METHODS, Schedule, resolve
+from alignattn.errors import AlignmentError, AlignmentWarning, CaptureError, ConfigError, NothingCapturedError
+from alignattn.finite import FiniteCheck
+from alignattn.matching.matcher import Matcher
+from alignattn.objective import Objective, hand_to_projections
+
+MOST_FORWARDS = 64  # that may wait for one loss(): more are surely forgotten, and hold the memory of their graphs
+STATE_FORMAT = 1
+
+_aligned: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass
+class _Forward:
+    """The calls of one forward pass, until their loss is taken."""
+
+    records: list[QueryKey] = field(default_factory=list)
+    passed_backward: bool = False  # gradients went through these queries and keys already
+
+
+class Alignment:
+    """Matches queries and keys while a model learns its task.
+
+    Made by `align(model, ...)` for a model, or alone for an attention of one's own, which calls `record`. It owns the
+    networks that some methods learn; the model's parameters and state dict stay its own.
+    """
+
+    def __init__(
+        self,
+        method: str | Matcher = DEFAULT_METHOD,
+        weight: float | Schedule | None = None,
+        preset: str = "stable",
+        **options: Any,
+    ) -> None:
+        self.config = resolve(method, weight, preset, options)
+        self.matcher: Matcher = (
+            method if isinstance(method, Matcher) else METHODS[method][0](self.config.matcher, seed=self.config.seed)
+        )
+        own = self.config.adversary_optimizer is not None
+        self.adversary = (
+            Adversary(self.matcher, rate=self.config.adversary_rate, betas=self.config.adversary_betas) if own else None
+        )
+        self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
+        self.steps = 0  # losses taken so far: the clock of the weight's schedule
+        self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
+        self._finite = FiniteCheck()
+        self._tap: Tap | None = None
+        self._forwards: list[_Forward] = []
+        self._recording: _Forward | None = None
+        self._added_to_outputs = False
+        self._checked_frozen = False
+        self._warned_of_silence = False
+
+    # --- a model ----------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, layers: Layers = None) -> Self:
+        """Capture the attention of a model; `align` does this."""
+        if self._tap is not None:
+            raise AlignmentError(
+                f"This alignment is attached to {type(self._tap.model).__name__} already. Make another."
+            )
+        if isinstance(model, nn.Module) and any(module in _aligned for module in model.modules()):
+            raise AlignmentError(
+                f"{type(model).__name__} is aligned already. Call detach() on its alignment first, or use that one."
+            )
+        config = self.config
+        self._tap = Tap(
+            model,
+            watch=self._watch,
+            begin=self._begin,
+            finish=self._finish,
+            layers=layers,
+            cross=config.cross,
+            projections=config.generator == "projections",
+        )
+        _aligned.update(site.module for site in self._tap.sites)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        widths = {site.width for site in self._tap.sites}
+        if None not in widths:  # otherwise the first forward pass tells
+            for width in sorted(w for w in widths if w is not None):
+                names = [site.name for site in self._tap.sites if site.width == width]
+                self._ensure_networks(names, width, device)
+        return self
+
+    def detach(self) -> None:
+        """The plain model again, with its attention, hooks, parameters and state dict as they were."""
+        if self._tap is not None:
+            _aligned.difference_update(site.module for site in self._tap.sites)
+            self._tap.remove()
+            self._tap = None
+        self._forwards.clear()
+        self._recording = None
+
+    def summary(self) -> str:
+        """Which layers and how many heads are attached, and how they are matched."""
+        config = self.config
+        weight = "scheduled" if callable(config.weight) else f"{config.weight:g}"
+        how = f"{config.method}, preset {config.preset}, weight {weight} ({config.reduction} over heads and layers)"
+        lines = [f"alignattn: {how}, gradient into the {config.generator}"]
+        if self._tap is None:
+            return lines[0] + "\nnot attached to a model: record() brings queries and keys"
+        sites = self._tap.sites
+        heads = sum(site.heads or 0 for site in sites)
+        lines.append(f"{type(self._tap.model).__name__}: {len(sites)} attention modules, {heads} heads")
+        longest = max(len(site.name) for site in sites)
+        for site in sites:
+            shape = f"{site.heads or '?'} heads of {site.width or '?'}"
+            note = "" if config.cross or not site.looks_cross else "  cross-attention, left alone"
+            lines.append(f"  {site.name:<{longest}}  {shape:<16}  {site.kind}{note}")
+        return "\n".join(lines)
+
+    # --- what is captured -------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """In an attention of one's own: these are the queries [b, h, n, d] and keys [b, h, m, d] of one call.
+
+        Masks are boolean [b, n] and [b, m], True = valid. Without gradients, and when a checkpointed layer is
+        computed once more in the backward pass, nothing is recorded. `name` tells layers apart; by default it is
+        their order since the last loss.
+        """
+        if self._tap is not None:
+            raise AlignmentError(
+                "This alignment records the attention of its model by itself. Use an Alignment of its own."
+            )
+        if self.config.generator == "projections":
+            raise ConfigError(
+                "record() is given queries and keys, not their projections. For generator='projections' compute "
+                "them from a detached input, and leave generator at 'model'."
+            )
+        if not torch.is_grad_enabled() or _in_backward():
+            return
+        if self._recording is None:
+            self._begin()
+            self._recording = _Forward()
+            self._forwards.append(self._recording)
+        records = self._recording.records
+        name = f"record.{len(records)}" if name is None else name
+        call = sum(record.name == name for record in records)
+        records.append(QueryKey(query, key, query_mask, key_mask, name=name, call=call))
+
+    def _begin(self) -> None:
+        """A training forward is about to run."""
+        if self.adversary is not None:
+            self.adversary.step()
+        self._finite.look()
+        self._added_to_outputs = False
+        self._recording = None  # a forward pass that failed half way may have left one
+        if any(forward.passed_backward for forward in self._forwards):
+            self._forwards.clear()
+            raise CaptureError(
+                "The alignment term of the last training forward was never used, though its gradients were "
+                "computed: the model returned no loss to add it to. Add alignment.loss() to the loss you call "
+                "backward() on."
+            )
+        if len(self._forwards) >= MOST_FORWARDS:
+            self._forwards.clear()
+            raise CaptureError(
+                f"{MOST_FORWARDS} training forwards have run and nobody took their alignment term. Add "
+                "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
+            )
+        self._warn_if_frozen()
+
+    def _watch(self, record: QueryKey) -> None:
+        if self._recording is None:
+            self._recording = _Forward()
+        self._recording.records.append(record)
+
+    def _finish(self, output: Any, has_labels: bool) -> Any:
+        """A training forward has run: add the term to its loss, or keep the records for loss()."""
+        forward, self._recording = self._recording, None
+        if forward is None:
+            self._warn_of_silence()
+            return None
+        self._forwards.append(forward)
+        if self.config.add_to_outputs and self._is_transformers():
+            if getattr(output, "loss", None) is not None and hasattr(output, "to_tuple"):
+                output["loss"] = output["loss"] + self._term()
+                self._added_to_outputs = True
+                return output
+            if isinstance(output, tuple) and has_labels:
+                self._added_to_outputs = True
+                return (output[0] + self._term(), *output[1:])
+        self._watch_backward(forward)
+        return None
+
+    def _watch_backward(self, forward: _Forward) -> None:
+        def passed(_: Tensor) -> None:
+            forward.passed_backward = True
+
+        for record in reversed(forward.records):
+            if record.query.requires_grad:
+                record.query.register_hook(passed)
+                return
+
+    def _is_transformers(self) -> bool:
+        return self._tap is not None and hasattr(self._tap.model, "config")
+
+    def _warn_of_silence(self) -> None:
+        if self._tap is not None and not self._warned_of_silence:
+            self._warned_of_silence = True
+            warnings.warn(
+                f"A training forward of {type(self._tap.model).__name__} ran and none of the {len(self._tap.sites)} "
+                "attached attention modules took part in it but as cross-attention: nothing is aligned. Choose "
+                "other layers=, or cross=True.",
+                AlignmentWarning,
+                stacklevel=2,
+            )
+
+    def _warn_if_frozen(self) -> None:
+        if self._tap is None or self._checked_frozen:
+            return
+        self._checked_frozen = True
+        if all(frozen(site.module) for site in self._tap.sites):
+            warnings.warn(
+                f"The query and key projections of all {len(self._tap.sites)} attached attention modules are frozen: "
+                "alignment can change nothing about them. Train them too (for LoRA, put them into target_modules).",
+                AlignmentWarning,
+                stacklevel=2,
+            )
+
+    # --- the loss ---------------------------------------------------------------------------------------------------
+
+    def loss(self) -> Tensor:
+        """The weighted alignment term of all training forwards since the last call, to be added to the task loss.
+
+        It averages over those forwards and forgets them.
+        """
+        if self._added_to_outputs:
+            raise CaptureError(
+                "The alignment term is in outputs.loss already. Don't add alignment.loss() to it; or pass "
+                "add_to_outputs=False to align() and add it yourself."
+            )
+        if not any(forward.records for forward in self._forwards):
+            raise NothingCapturedError(self._why_nothing())
+        return self._term()
+
+    def _why_nothing(self) -> str:
+        if self._tap is None:
+            return (
+                "alignment.loss() found no queries or keys, and this alignment is attached to no model. Call "
+                "align(model, ...), or alignment.record(query, key) in an attention of your own, with gradients "
+                "enabled."
+            )
+        sites = self._tap.sites
+        start = (
+            f"alignment.loss() found no queries or keys. Attached to {len(sites)} attention modules (first: "
+            f"{sites[0].name}) and none ran in training mode since the last loss. "
+        )
+        if not any(site.module.training for site in sites):
+            return start + "Call model.train() before the forward pass."
+        return start + (
+            f"Call the {type(self._tap.model).__name__} that was aligned itself, with gradients enabled; if you call "
+            "one of its parts or another method than forward, align that part."
+        )
+
+    def _term(self) -> Tensor:
+        forwards = [forward.records for forward in self._forwards if forward.records]
+        self._forwards.clear()
+        self._recording = None
+        first = forwards[0][0].query
+        if self.adversary is not None:
+            self.adversary.follow(first.device)
+        for record in (record for records in forwards for record in records):
+            self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
+        weight = self.config.weight_at(self.steps)
+        objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
+        term, self.parts = objective(self.objective, forwards, weight, self._finite)
+        self.steps += 1
+        if self.adversary is not None:
+            self.adversary.due = True
+        return term
+
+    def _ensure_networks(
+        self, names: list[str], width: int, device: torch.device, among: list[list[QueryKey]] | None = None
+    ) -> None:
+        """Networks for these layers and, to lie in one bank with them, for others of the same width that have none."""
+        if all((name, width) in self.matcher.rows for name in names):
+            return
+        if among is not None:
+            names = [r.name for records in among for r in records if r.query.shape[-1] == width]
+        if self.matcher.ensure(names, width, device) and self.adversary is not None:
+            self.adversary.take_on()
+
+    # --- the networks -----------------------------------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The networks' parameters, for a joint optimizer of one's own (`adversary_optimizer=None`)."""
+        if not self.matcher.rows and self.matcher.networks(["probe"], 1):
+            raise ConfigError(
+                "The networks are made when the width of a head is known, and this model does not tell it. Run one "
+                "training forward and loss() first."
+            )
+        return self.matcher.parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Networks, their optimizer and the step, to continue from. A step that is due is taken first."""
+        if self.adversary is not None:
+            self.adversary.step()
+        return {
+            "format": STATE_FORMAT,
+            "method": self.config.method,
+            "steps": self.steps,
+            "rows": [[name, width, bank, row] for (name, width), (bank, row) in self.matcher.rows.items()],
+            "networks": self.matcher.state_dict(),
+            "optimizer": {} if self.adversary is None else self.adversary.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
+        if state.get("format") != STATE_FORMAT:
+            raise ConfigError(f"This state has format {state.get('format')!r}; this version reads {STATE_FORMAT}.")
+        if state["method"] != self.config.method:
+            raise ConfigError(
+                f"This state is of method {state['method']!r}, and the alignment of {self.config.method!r}."
+            )
+        rows = {(name, width): (bank, row) for name, width, bank, row in state["rows"]}
+        if self._tap is not None:
+            names = {site.name for site in self._tap.sites}
+            strangers = sorted({name for name, _ in rows} - names)
+            if strangers:
+                raise ConfigError(f"This state is of another model: it has {strangers[0]}, and the model has not.")
+        fresh = type(self.matcher)(self.matcher.config, seed=self.matcher.seed)
+        device = next((t.device for t in self.matcher.parameters()), torch.device("cpu"))
+        for bank in sorted({bank for bank, _ in rows.values()}):
+            members = sorted((row, name, width) for (name, width), (b, row) in rows.items() if b == bank)
+            for width in dict.fromkeys(width for _, _, width in members):
+                fresh.ensure([name for _, name, w in members if w == width], width, device)
+        fresh.load_state_dict(state["networks"])
+        self.matcher.banks, self.matcher.rows = fresh.banks, fresh.rows
+        if self.adversary is not None:
+            self.adversary.optimizer = None
+            self.adversary.due = False
+            self.adversary.load_state_dict(state["optimizer"])
+        self.steps = int(state["steps"])
+
+
+def align(
+    model: nn.Module,
+    method: str | Matcher = DEFAULT_METHOD,
+    weight: float | Schedule | None = None,
+    preset: str = "stable",
+    *,
+    layers: Layers = None,
+    **options: Any,
+) -> Alignment:
+    """Let `model` train with aligned queries and keys, in place; returns the Alignment.
+
+    `method` is "gan", "ot", "ct" or "mmd", or a Matcher; `weight` a number or a function of the step; `preset`
+    "stable", "paper" or "released". `layers` chooses attention modules by index, name or pattern. Other options are
+    those of AlignmentConfig and of the method's config, e.g. generator="projections", reduction="sum", epsilon=0.05.
+
+    A transformers model then carries the term in `outputs.loss` in training mode. For any other:
+    `loss = criterion(model(x), y) + alignment.loss()`.
+    """
+    return Alignment(method, weight, preset, **options).attach(model, layers)
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running a backward pass: then a forward is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,140 @@
+"""What can be set about an alignment, the methods, and the presets: sets of option values, nothing more."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from alignattn.errors import ConfigError, unknown
+from alignattn.matching.adversarial import AdversarialConfig, AdversarialMatcher
+from alignattn.matching.conditional import ConditionalConfig, ConditionalMatcher
+from alignattn.matching.discrepancy import DiscrepancyConfig, DiscrepancyMatcher
+from alignattn.matching.matcher import Matcher, MatcherConfig
+from alignattn.matching.transport import TransportConfig, TransportMatcher
+
+METHODS: Mapping[str, tuple[type[Matcher], type[MatcherConfig]]] = {
+    "gan": (AdversarialMatcher, AdversarialConfig),
+    "ot": (TransportMatcher, TransportConfig),
+    "ct": (ConditionalMatcher, ConditionalConfig),
+    "mmd": (DiscrepancyMatcher, DiscrepancyConfig),
+}
+DEFAULT_METHOD = "mmd"
+
+# `all` is meant for every method. The defaults of the config classes are the paper's reading.
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "paper": {"all": {"weight": 0.01, "reduction": "sum"}},
+    "released": {
+        "all": {"weight": 0.01, "reduction": "mean", "mask_padding": False},
+        "gan": {"detach_query": True, "shared_gate": True},
+        "ot": {"cost": "half_sqeuclidean", "epsilon": 0.0025, "debiased": True},  # geomloss: blur 0.05, p = 2
+        "ct": {
+            "transported": "heads",
+            "critic_cost": "euclidean",
+            "navigator_ascends": True,
+            "normalise_navigator": True,
+        },
+    },
+    "stable": {
+        "all": {"reduction": "mean"},
+        "gan": {"weight": 0.1, "standardise": True},
+        "ot": {"weight": 0.1, "relative_epsilon": True, "epsilon": 0.05, "tolerance": 0.05, "max_iterations": 50},
+        "ct": {"weight": 1.0, "standardise": True},
+        "mmd": {"weight": 1.0},
+    },
+}
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A weight that grows linearly from zero to `weight` over the first `steps` losses."""
+
+    weight: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_weight(self.weight)
+        if self.steps < 1:
+            raise ConfigError(f"A ramp needs at least one step, got {self.steps}.")
+
+    def __call__(self, step: int) -> float:
+        return self.weight * min(1.0, step / self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignmentConfig:
+    """Everything about an alignment. `matcher` holds the options of the method."""
+
+    method: str
+    preset: str
+    weight: float | Schedule  # of the alignment loss beside the task's, under `reduction`
+    matcher: MatcherConfig
+    reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
+    generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
+    cross: bool = False  # cross-attention too
+    add_to_outputs: bool = True  # to the loss that a transformers model returns in training mode
+    adversary_optimizer: str | None = "adam"  # None: put alignment.parameters() into an optimizer of your own
+    adversary_rate: float = 1e-3  # of Adam; at a fine-tuning rate the networks never keep up
+    adversary_betas: tuple[float, float] = (0.5, 0.99)  # a short memory, for a target that moves
+    seed: int = 0  # of the networks' first weights
+    choices: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=lambda: {
+            "reduction": ("mean", "sum"),
+            "generator": ("model", "projections"),
+            "adversary_optimizer": ("adam", None),
+        },
+        repr=False,
+        compare=False,
+    )
+
+    def __post_init__(self) -> None:
+        for name, allowed in self.choices.items():
+            if getattr(self, name) not in allowed:
+                raise unknown(name, getattr(self, name), map(str, allowed))
+        if not callable(self.weight):
+            check_weight(self.weight)
+        for name in ("cross", "add_to_outputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
+            raise ConfigError(f"adversary_rate must be > 0 and finite, got {self.adversary_rate}. The default is 1e-3.")
+
+    def weight_at(self, step: int) -> float:
+        """The weight of the step-th loss."""
+        weight = self.weight(step) if callable(self.weight) else self.weight
+        return check_weight(weight)
+
+
+def check_weight(weight: Any) -> float:
+    """A weight is a number, zero or more."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise ConfigError(f"weight must be a finite number >= 0 or a function of the step, got {weight!r}.")
+    return float(weight)
+
+
+def resolve(
+    method: str | Matcher, weight: float | Schedule | None, preset: str, options: Mapping[str, Any]
+) -> AlignmentConfig:
+    """The whole configuration: defaults, then what the preset sets, then what the caller sets."""
+    if preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    if isinstance(method, Matcher):
+        name, matcher_options = type(method).__name__, set[str]()
+    elif method in METHODS:
+        name, matcher_options = method, {f.name for f in fields(METHODS[method][1])}
+    else:
+        raise unknown("method", method, METHODS)
+    own = {f.name for f in fields(AlignmentConfig)} - {"method", "preset", "matcher", "choices"}
+    for option in options:
+        if option not in own | matcher_options:
+            raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))
+    values = dict(PRESETS[preset]["all"]) | dict(PRESETS[preset].get(name, {})) | dict(options)
+    if weight is not None:
+        values["weight"] = weight
+    if isinstance(method, Matcher):
+        matcher = method.config
+        values.setdefault("weight", 1.0)
+    else:
+        matcher = METHODS[method][1](**{k: v for k, v in values.items() if k in matcher_options})
+    return AlignmentConfig(method=name, preset=preset, matcher=matcher, **{k: v for k, v in values.items() if k in own})

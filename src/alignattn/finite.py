@@ -1,0 +1,50 @@
+"""NaN and infinity in queries and keys: found, and the layer named, without waiting for the device at every step."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alignattn.errors import NonFiniteError
+
+
+@dataclass
+class _Pending:
+    names: list[str]
+    finite: Tensor
+    arrived: torch.cuda.Event
+
+
+class FiniteCheck:
+    """On a CPU the answer is there at once; an accelerator's is copied over and looked at when it has arrived."""
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque()
+
+    def submit(self, names: list[str], finite: Tensor) -> None:
+        """`finite` [l] tells for each of these layers whether all its queries and keys are finite."""
+        if not finite.is_cuda:
+            _raise_for(names, finite)
+            return
+        copy = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+        copy.copy_(finite, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending.append(_Pending(names, copy, arrived))
+
+    def look(self) -> None:
+        """Raise for what has arrived since."""
+        while self._pending and self._pending[0].arrived.query():
+            pending = self._pending.popleft()
+            _raise_for(pending.names, pending.finite)
+
+
+def _raise_for(names: list[str], finite: Tensor) -> None:
+    if not bool(finite.all()):
+        bad = [name for name, fine in zip(names, finite.tolist(), strict=True) if not fine]
+        raise NonFiniteError(
+            f"NaN or infinity in the queries or keys of {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''}. "
+            "The model itself has diverged there, or overflowed in half precision: look at its loss, lower the "
+            "learning rate, or use bf16."
+        )

@@ -1,0 +1,208 @@
+"""From the records of some forward passes to one weighted term, and where its gradient goes.
+
+Records of one shape are stacked and matched in one call: one call a layer was measured at two to three times a whole
+training step of soft attention. Sum over samples / samples, then mean or sum over heads and over the calls of a
+forward pass, then the mean over passes.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignattn.capture import QueryKey
+from alignattn.config import AlignmentConfig
+from alignattn.errors import CaptureError
+from alignattn.finite import FiniteCheck
+from alignattn.matching.matcher import Matcher
+
+Forwards = list[list[QueryKey]]
+
+
+class Objective:
+    """The alignment loss of all records, weighted.
+
+    The weight acts on queries and keys. The networks get the gradient of the plain loss, unless they share the user's
+    optimizer (`weighs_networks`): an adversary that learns slower while the weight is small falls behind.
+    """
+
+    def __init__(self, matcher: Matcher, config: AlignmentConfig, *, weighs_networks: bool) -> None:
+        self.matcher = matcher
+        self.config = config
+        self.weighs_networks = weighs_networks
+
+    def __call__(self, forwards: Forwards, weight: float, check: FiniteCheck) -> tuple[Tensor, dict[str, Tensor]]:
+        """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
+        if weight == 0:  # the model's own gradients are then untouched to the last bit
+            forwards = [[_moved(r, r.query.detach(), r.key.detach()) for r in records] for records in forwards]
+        elif not self.weighs_networks:
+            forwards = [
+                [_moved(r, _scale_gradient(r.query, weight), _scale_gradient(r.key, weight)) for r in records]
+                for records in forwards
+            ]
+        total, parts = self.total(forwards, check)
+        if self.weighs_networks:
+            return weight * total, parts
+        return total + ((weight - 1) * total).detach(), parts
+
+    def total(self, forwards: Forwards, check: FiniteCheck) -> tuple[Tensor, dict[str, Tensor]]:
+        """The unweighted loss, and each record's part of it by name."""
+        mean = self.config.reduction == "mean"
+        records = [record.unpacked() for some in forwards for record in some]
+        shares = [1 / len(forwards) / (len(some) if mean else 1) for some in forwards for _ in some]
+        losses: dict[int, Tensor] = {}
+        for group in self._groups(records).values():
+            for place, value in zip(group, self._match([records[place] for place in group], check), strict=True):
+                losses[place] = value.mean() if mean else value.sum()
+        total = torch.stack([losses[place].to(losses[0].device) * share for place, share in enumerate(shares)]).sum()
+        parts = {_label(record): losses[place].detach() for place, record in enumerate(records)}
+        return total, parts
+
+    def _groups(self, records: list[QueryKey]) -> dict[Any, list[int]]:
+        """Which records can be stacked."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for place, record in enumerate(records):
+            query, key = record.query, record.key
+            bank = self.matcher.bank(record.name, query.shape[-1])
+            masks = record.query_mask is None, record.key_mask is None
+            groups[bank, query.shape, key.shape, query.dtype, key.dtype, query.device, masks].append(place)
+        return groups
+
+    def _match(self, records: list[QueryKey], check: FiniteCheck) -> list[Tensor]:
+        """For each record the mean over samples of its losses, [h]."""
+        query, key = torch.stack([r.query for r in records]), torch.stack([r.key for r in records])
+        query_mask, key_mask = (_stack_masks([getattr(r, m) for r in records]) for m in ("query_mask", "key_mask"))
+        names = [r.name for r in records]
+        masks = (query_mask, key_mask) if self.matcher.config.mask_padding else (None, None)
+        check.submit(names, _finite(query, masks[0]) & _finite(key, masks[1]))
+        losses = self.matcher(query, key, query_mask, key_mask, names)  # (l, b, h)
+        return list(losses.mean(1).unbind())
+
+
+def hand_to_projections(
+    objective: Objective, forwards: Forwards, weight: float, check: FiniteCheck
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The term, with gradients into the query and key projections and no further (`generator="projections"`).
+
+    The matching is differentiated at once, on detached copies of queries and keys; each layer's gradient is taken
+    back to what its projections put out, within that layer; and the backward of the returned term hands it to their
+    twins. What the matching needed in memory is free again before the model's own backward begins.
+    """
+    leaves = [[_leaf(record) for record in records] for records in forwards]
+    total, parts = objective.total(leaves, check)
+    flat = [
+        (leaf, record)
+        for some, others in zip(leaves, forwards, strict=True)
+        for leaf, record in zip(some, others, strict=True)
+    ]
+    networks = [p for p in objective.matcher.parameters() if p.requires_grad]
+    # Scaled so that a token's gradient is about one: between q and projection it may be in fp16, where 1e-7 is nothing.
+    scale = 2.0 ** round(math.log2(sum(leaf.query.numel() / leaf.query.shape[-1] for leaf, _ in flat)))
+    sources = [tensor for leaf, _ in flat for tensor in (leaf.query, leaf.key)]
+    gradients = torch.autograd.grad(total * scale, [*sources, *networks], allow_unused=True)
+    targets: list[Tensor] = []
+    deliveries: list[Tensor] = []
+    factors: list[float] = []
+    for place, (_, record) in enumerate(flat if weight else ()):
+        for target, gradient in _taken_back(record, gradients[2 * place], gradients[2 * place + 1]):
+            targets.append(target)
+            deliveries.append(gradient)
+            factors.append(weight / scale)
+    for parameter, gradient in zip(networks, gradients[len(sources) :], strict=True):
+        if gradient is not None:
+            targets.append(parameter)
+            deliveries.append(gradient)
+            factors.append((weight if objective.weighs_networks else 1.0) / scale)
+    term: Tensor = _Deliver.apply((weight * total).detach(), deliveries, factors, *targets)
+    return term, parts
+
+
+def _taken_back(record: QueryKey, of_query: Tensor | None, of_key: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Where the gradients of q and k go in this layer: (tensor to be handed it, gradient)."""
+    pairs = [(t, g) for t, g in ((record.query, of_query), (record.key, of_key)) if g is not None and t.requires_grad]
+    if pairs and not record.projected:
+        raise CaptureError(
+            f"generator='projections': the query and key projections of {record.name} were not called as modules, or "
+            "not in training mode, and cannot be handed a gradient. Use generator='model', or leave it out by layers=."
+        )
+    outputs = [p for p in record.projected if p.output.requires_grad and p.twin.requires_grad]
+    if not pairs or not outputs:
+        return []
+    tensors, gradients = zip(*pairs, strict=True)
+    targets = [p.output for p in outputs]
+    for tensor, gradient in pairs:
+        made = tensor if tensor._base is None else tensor._base
+        compiled = type(made.grad_fn).__name__ == "CompiledFunctionBackward"
+        if compiled and not any(_is_reached(tensor, gradient, targets)):
+            raise CaptureError(
+                f"{record.name}: in a compiled model autograd does not see the way from queries and keys back to their "
+                "projections. Use generator='model' with torch.compile."
+            )
+    taken = torch.autograd.grad(tensors, targets, gradients, retain_graph=True, allow_unused=True)
+    return [(p.twin, gradient) for p, gradient in zip(outputs, taken, strict=True) if gradient is not None]
+
+
+def _is_reached(tensor: Tensor, gradient: Tensor, targets: list[Tensor]) -> list[bool]:
+    taken = torch.autograd.grad(tensor, targets, gradient, retain_graph=True, allow_unused=True)
+    return [g is not None for g in taken]
+
+
+class _Deliver(torch.autograd.Function):
+    """A number whose backward hands each target the gradient that was computed for it before."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], factors: list[float], *targets: Tensor) -> Tensor:
+        ctx.gradients, ctx.factors = gradients, factors
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        handed = (g * (outer[0] * f).to(g.dtype) for g, f in zip(ctx.gradients, ctx.factors, strict=True))
+        return None, None, None, *handed
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    scaled: Tensor = _ScaleGradient.apply(tensor, factor)
+    return scaled
+
+
+def _moved(record: QueryKey, query: Tensor, key: Tensor) -> QueryKey:
+    return replace(record, query=query, key=key)
+
+
+def _leaf(record: QueryKey) -> QueryKey:
+    return _moved(record, record.query.detach().requires_grad_(), record.key.detach().requires_grad_())
+
+
+def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
+    if masks[0] is None:
+        return None
+    if all(mask is masks[0] for mask in masks):
+        return masks[0].expand(len(masks), *masks[0].shape)
+    return torch.stack([mask for mask in masks if mask is not None])
+
+
+@torch.no_grad()
+def _finite(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """For each layer of [l, b, h, n, d] whether all that stands at valid tokens is finite."""
+    if mask is not None:
+        tokens = tokens.masked_fill(~mask[:, :, None, :, None], 0.0)
+    return tokens.isfinite().flatten(1).all(1)
+
+
+def _label(record: QueryKey) -> str:
+    return f"{record.name}#{record.call}" if record.call else record.name

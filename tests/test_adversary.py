@@ -1,0 +1,187 @@
+"""The adversary owns its networks and their optimizer, outside the user's model."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import alignattn
+from alignattn.errors import ConfigError
+
+
+def snapshot(alignment) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in alignment.parameters()]
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("method", ["gan", "ct"])
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_step_is_taken_before_the_next_training_forward_and_not_in_eval(bert, batch, method, generator):
+    alignment = alignattn.align(bert, method, generator=generator)
+    start = snapshot(alignment)
+    bert(**batch).loss.backward()
+    assert same(start, snapshot(alignment))
+    bert.eval()
+    bert(**batch)
+    assert same(start, snapshot(alignment))
+    bert.train()
+    bert(**batch)
+    assert not same(start, snapshot(alignment))
+
+
+def test_adam_of_ones_own_takes_the_same_steps(encoder):
+    ours = alignattn.align(encoder, "gan")
+    other_model = copy.deepcopy(encoder)
+    theirs = alignattn.align(other_model, "gan", adversary_optimizer=None, weight=1.0)
+    ours.config.__dict__["weight"] = 1.0
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3, betas=(0.5, 0.99))
+    for step in range(4):
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))
+        for model, alignment in ((encoder, ours), (other_model, theirs)):
+            model(x)
+            model.zero_grad()
+            alignment.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours.state_dict()  # takes the step that is due
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_weight_scales_the_model_and_not_the_adversary(encoder):
+    gradients = {}
+    for weight in (1.0, 0.1):
+        alignment = alignattn.align(encoder, "ct", weight=weight)
+        encoder(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0)))
+        encoder.zero_grad()
+        alignment.loss().backward()
+        model = encoder.layers[0].self_attn.in_proj_weight.grad.clone()
+        gradients[weight] = model, [p.grad.clone() for p in alignment.parameters()]
+        alignment.detach()
+    torch.testing.assert_close(gradients[0.1][0], 0.1 * gradients[1.0][0])
+    for one, other in zip(gradients[0.1][1], gradients[1.0][1], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_projections_and_model_give_the_adversary_the_same_gradient(bert, batch):
+    found = {}
+    for generator in ("model", "projections"):
+        alignment = alignattn.align(bert, "gan", generator=generator)
+        torch.manual_seed(3)
+        bert(**batch).loss.backward()
+        found[generator] = [p.grad.clone() for p in alignment.parameters()]
+        alignment.detach()
+    for one, other in zip(found["model"], found["projections"], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_non_finite_gradient_skips_the_step_and_only_that(encoder):
+    alignment = alignattn.align(encoder, "gan")
+    x = torch.randn(2, 5, 16)
+    start = snapshot(alignment)
+    encoder(x)
+    (alignment.loss() * float("inf")).backward()
+    encoder(x)
+    assert same(start, snapshot(alignment))
+    alignment.loss().backward()
+    encoder(x)
+    assert not same(start, snapshot(alignment))
+    assert all(p.isfinite().all() for p in alignment.parameters())
+
+
+def test_networks_start_alike_whatever_else_is_attached(bert):
+    whole = alignattn.align(bert, "gan")
+    last_of_three = [p[2].clone() for p in whole.parameters()]
+    whole.detach()
+    alone = alignattn.align(bert, "gan", layers=-1)
+    assert same(last_of_three, [p[0] for p in alone.parameters()])
+    alone.detach()
+    assert not same(last_of_three, [p[2] for p in alignattn.align(bert, "gan", seed=1).parameters()])
+
+
+def test_number_of_parameters_is_the_papers():
+    """Over MCAN's eight self-attentions, heads of 64: 75 k for GAN, 88 k for CT; the paper says 0.1 M."""
+    for method, expected in (("gan", 75_000), ("ct", 88_000)):
+        alignment = alignattn.Alignment(method)
+        for layer in range(8):
+            alignment.record(torch.randn(1, 8, 3, 64), torch.randn(1, 8, 3, 64), name=f"{layer}")
+        alignment.loss()
+        assert sum(p.numel() for p in alignment.parameters()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
+def test_state_dict_continues_where_it_left_off(bert, batch, method):
+    def train(model, alignment, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+
+    alignment = alignattn.align(bert, method, weight=alignattn.Ramp(1.0, 4))
+    optimizer = torch.optim.AdamW(bert.parameters(), 1e-3)
+    train(bert, alignment, optimizer, range(3))
+    saved = copy.deepcopy((alignment.state_dict(), optimizer.state_dict(), bert.state_dict()))
+    train(bert, alignment, optimizer, range(3, 6))
+    resumed = copy.deepcopy(bert)
+    resumed.load_state_dict(saved[2])
+    again = alignattn.align(resumed, method, weight=alignattn.Ramp(1.0, 4), seed=5)
+    again.load_state_dict(saved[0])
+    optimizer = torch.optim.AdamW(resumed.parameters(), 1e-3)
+    optimizer.load_state_dict(saved[1])
+    train(resumed, again, optimizer, range(3, 6))
+    assert same(bert.state_dict().values(), resumed.state_dict().values())
+    assert again.steps == alignment.steps == 6
+    one, other = alignment.state_dict(), again.state_dict()
+    assert same(one["networks"].values(), other["networks"].values())
+
+
+def test_state_of_another_model_or_method_is_refused_and_changes_nothing(bert, encoder):
+    alignment = alignattn.align(bert, "gan")
+    start = snapshot(alignment)
+    foreign = alignattn.align(encoder, "gan").state_dict()
+    with pytest.raises(ConfigError, match=r"another model: it has layers\.0\.self_attn"):
+        alignment.load_state_dict(foreign)
+    with pytest.raises(ConfigError, match="format 99"):
+        alignment.load_state_dict(alignment.state_dict() | {"format": 99})
+    with pytest.raises(ConfigError, match="of method 'ct'"):
+        alignment.load_state_dict(alignment.state_dict() | {"method": "ct"})
+    assert same(start, snapshot(alignment))
+
+
+def test_parameters_before_the_width_is_known_say_what_to_do():
+    alignment = alignattn.Alignment("gan", adversary_optimizer=None)
+    with pytest.raises(ConfigError, match="Run one training forward"):
+        alignment.parameters()
+    alignment.record(torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 8))
+    alignment.loss()
+    assert list(alignment.parameters())
+    assert not list(alignattn.Alignment("ot").parameters())
+
+
+def test_layers_that_appear_later_get_networks_too():
+    alignment = alignattn.Alignment("gan")
+    for names in (["a"], ["a", "b"], ["c", "b"]):
+        for name in names:
+            alignment.record(torch.randn(1, 1, 3, 8, requires_grad=True), torch.randn(1, 1, 3, 8), name=name)
+        alignment.loss().backward()
+    assert {name for name, _ in alignment.matcher.rows} == {"a", "b", "c"}
+    state = alignment.state_dict()
+    again = alignattn.Alignment("gan", seed=3)
+    again.load_state_dict(state)
+    assert same(state["networks"].values(), again.state_dict()["networks"].values())
+
+
+def test_two_processes_agree_with_each_other_and_with_one(tmp_path):
+    """DDP over gloo: model and adversary equal on both ranks, and equal to one process on the joined batch."""
+    script = Path(__file__).parent / "two_processes.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == 2

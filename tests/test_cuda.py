@@ -1,0 +1,120 @@
+"""On an accelerator: the same losses as on the CPU, nothing waits for the device, NaN is named one step later."""
+
+import copy
+
+import pytest
+import torch
+
+import alignattn
+from alignattn.errors import NonFiniteError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+METHODS = ["gan", "ot", "ct", "mmd"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_losses_and_gradients_are_those_of_the_cpu(bert, batch, method, generator):
+    bert.eval()
+    for layer in bert.bert.encoder.layer:
+        layer.attention.self.train()
+        layer.attention.self.dropout.p = 0.0
+    found = {}
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(bert).to(device)
+        alignment = alignattn.align(model, method, generator=generator)
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        losses = []
+        for _ in range(3):  # the adversary steps in between
+            model.zero_grad()
+            loss = model(**inputs).loss
+            loss.backward()
+            losses.append(loss.item())
+        found[device] = losses, model.bert.encoder.layer[1].attention.self.query.weight.grad.cpu()
+        alignment.detach()
+    assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=1e-4)
+    torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd"])
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_a_step_waits_for_nothing(bert, batch, method, generator):
+    model = bert.cuda()
+    inputs = {name: tensor.cuda() for name, tensor in batch.items()}
+    inputs["attention_mask"] = inputs["attention_mask"].bool()
+    alignattn.align(model, method, generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step():
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+
+    step()
+    step()
+    plain = _synchronisations(copy.deepcopy(bert), inputs)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns() as seen:
+            torch.cuda.synchronize()
+            step()
+            torch.empty(1, device="cuda").item()  # at least one, so that the recorder is never empty
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchroniz" in str(w.message) for w in seen) <= plain + 1
+
+
+def _synchronisations(model, inputs):
+    """How often transformers itself waits in one step."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns() as seen:
+            model(**inputs).loss.backward()
+            torch.empty(1, device="cuda").item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in seen) - 1
+
+
+def test_nan_names_its_layer_one_step_later():
+    alignment = alignattn.Alignment("mmd")
+    for _ in range(2):
+        query = torch.randn(2, 2, 4, 8, device="cuda")
+        query[0, 0, 0, 0] = torch.nan
+        try:
+            alignment.record(query, torch.randn_like(query), name="encoder.1")
+        except NonFiniteError as error:
+            assert "encoder.1" in str(error)
+            return
+        alignment.loss()
+        torch.cuda.synchronize()
+    pytest.fail("nothing was said")
+
+
+def test_networks_follow_the_model_to_the_device(encoder):
+    alignment = alignattn.align(encoder, "gan")
+    encoder(torch.randn(2, 5, 16))
+    alignment.loss().backward()
+    encoder.cuda()
+    for _ in range(2):
+        encoder(torch.randn(2, 5, 16, device="cuda"))
+        alignment.loss().backward()
+    assert all(p.is_cuda and p.isfinite().all() for p in alignment.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_and_scaler_train(bert, batch, method, dtype):
+    model = bert.cuda()
+    inputs = {name: tensor.cuda() for name, tensor in batch.items()}
+    alignattn.align(model, method)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype):
+            loss = model(**inputs).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert loss.isfinite() and all(p.isfinite().all() for p in model.parameters())

@@ -22,9 +22,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"alignattn {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="a small vision transformer on digits, soft and aligned, in a minute")
+    demo = commands.add_parser("demo", help="a small vision transformer on digits, soft and aligned, in two minutes")
     demo.add_argument("--seeds", type=_at_least_one, default=3, help="runs of each method (default: %(default)s)")
-    demo.add_argument("--steps", type=_at_least_one, default=200, help="training steps a run (default: %(default)s)")
+    demo.add_argument("--steps", type=_at_least_one, default=150, help="training steps a run (default: %(default)s)")
     return parser
 
 

@@ -35,11 +35,10 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "stable": {
-        "all": {"reduction": "mean"},
-        "gan": {"weight": 0.1, "standardise": True},
-        "ot": {"weight": 0.1, "relative_epsilon": True, "epsilon": 0.05, "tolerance": 0.05, "max_iterations": 50},
-        "ct": {"weight": 1.0, "standardise": True},
-        "mmd": {"weight": 1.0},
+        "all": {"weight": 0.1, "reduction": "mean"},
+        "gan": {"standardise": True},
+        "ot": {"relative_epsilon": True, "epsilon": 0.05, "tolerance": 0.05, "max_iterations": 50},
+        "ct": {"standardise": True},
     },
 }
 

@@ -30,7 +30,9 @@ def main() -> None:
     for method in ("gan", "ct"):
         alignment = alignattn.align(ours, method, weight=0.5)
         train(DistributedDataParallel(ours), ours, alignment, slice(2 * rank, 2 * rank + 2))
-        alignment.state_dict()  # takes the step that is due
+        if rank == 0:
+            alignment.state_dict()  # one process may save alone
+        alignment.adversary.step()
         mine = [p.detach() for p in (*ours.parameters(), *alignment.parameters())]
         for tensor in mine:
             both = [torch.empty_like(tensor) for _ in range(2)]
@@ -40,7 +42,7 @@ def main() -> None:
         reference = alignattn.align(alone, method, weight=0.5)
         all_reduce, dist.all_reduce = dist.all_reduce, lambda flat: flat.mul_(2)  # a process for itself
         train(alone, alone, reference, slice(None))
-        reference.state_dict()
+        reference.adversary.step()
         dist.all_reduce = all_reduce
         reference.detach()
         whole = [p.detach() for p in (*alone.parameters(), *reference.parameters())]

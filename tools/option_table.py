@@ -53,7 +53,7 @@ def own_fields(cls: type, *, beside: set[str]) -> list[str]:
 
 def page() -> str:
     """The whole page."""
-    general = own_fields(AlignmentConfig, beside={"method", "preset", "matcher", "choices"})
+    general = own_fields(AlignmentConfig, beside={"method", "preset", "matcher"})
     base = own_fields(MatcherConfig, beside=set())
     networks = own_fields(NetworkConfig, beside=set(base))
     lines = [

@@ -48,7 +48,7 @@ class Adversary:
             return
         self.due = False
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        several = _several()
         arrived = any(p.grad is not None for p in parameters)
         if not arrived and not several:
             return
@@ -66,13 +66,29 @@ class Adversary:
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad()
+        torch._foreach_add_(parameters, 0.0)  # fused Adam does not tell autograd that it wrote; this does
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; empty before there are networks."""
-        return {} if self.optimizer is None else self.optimizer.state_dict()
+        """The optimizer's state and, where a step is due that processes must take together, its gradients."""
+        if not _several():
+            self.step()
+        if self.optimizer is None:
+            return {}
+        gradients = [None if p.grad is None else p.grad.clone() for p in self.networks.parameters()] if self.due else []
+        return {"optimizer": self.optimizer.state_dict(), "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.take_on()
-        if self.optimizer is not None and state:
-            self.optimizer.load_state_dict(state)
+        """Continue from a saved state. Nothing is changed if it does not fit."""
+        if not state:
+            return
+        fresh = Adversary(self.networks, rate=self.rate, betas=self.betas)
+        fresh.take_on()
+        assert fresh.optimizer is not None
+        fresh.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer, self.due = fresh.optimizer, bool(state["gradients"])
+        for parameter, gradient in zip(self.networks.parameters(), state["gradients"], strict=False):
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -7,9 +7,11 @@ calls that were captured. (Zhang et al. 2021, equation 1, prints `log p + weight
 minimises L_align: a slip of sign.)
 """
 
+import copy
+import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.adversary import Adversary
-from alignattn.capture import QueryKey, Tap
+from alignattn.capture import QueryKey, Site, Tap
+from alignattn.capture.hook import in_backward
 from alignattn.capture.projection import frozen
 from alignattn.capture.tap import Layers
 from alignattn.config import DEFAULT_METHOD, METHODS, Schedule, resolve
@@ -26,10 +29,22 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.objective import Objective, hand_to_projections
 
+MOST_CALLS = 4096  # that record() takes for one pass
+OPTIMIZED_AFTER = 8  # steps
 MOST_FORWARDS = 64  # that may wait for one loss(): more are surely forgotten, and hold the memory of their graphs
 STATE_FORMAT = 1
 
 _aligned: WeakSet[nn.Module] = WeakSet()
+
+
+class _Mark:
+    """Set when gradients have gone through a pass. It knows nothing of the pass: its hook would keep that alive."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def __call__(self, _: Tensor) -> None:
+        self.set = True
 
 
 @dataclass
@@ -37,7 +52,14 @@ class _Forward:
     """The calls of one forward pass, until their loss is taken."""
 
     records: list[QueryKey] = field(default_factory=list)
-    passed_backward: bool = False  # gradients went through these queries and keys already
+    passed_backward: _Mark = field(default_factory=_Mark)
+
+    def watch_backward(self) -> None:
+        """Know when gradients go through these queries and keys."""
+        for record in reversed(self.records):
+            if record.query.requires_grad:
+                record.query.register_hook(self.passed_backward)
+                return
 
 
 class Alignment:
@@ -62,6 +84,8 @@ class Alignment:
         self.adversary = (
             Adversary(self.matcher, rate=self.config.adversary_rate, betas=self.config.adversary_betas) if own else None
         )
+        if self.adversary is not None:
+            self.adversary.take_on()  # a matcher of one's own may bring parameters along
         self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
         self.steps = 0  # losses taken so far: the clock of the weight's schedule
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
@@ -71,6 +95,7 @@ class Alignment:
         self._recording: _Forward | None = None
         self._added_to_outputs = False
         self._checked_frozen = False
+        self._first_parameter: Tensor | None = None  # as it was, to see whether anybody optimizes it
         self._warned_of_silence = False
 
     # --- a model ----------------------------------------------------------------------------------------------------
@@ -91,18 +116,26 @@ class Alignment:
             watch=self._watch,
             begin=self._begin,
             finish=self._finish,
+            abandon=self._abandon,
             layers=layers,
             cross=config.cross,
             projections=config.generator == "projections",
         )
-        _aligned.update(site.module for site in self._tap.sites)
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        widths = {site.width for site in self._tap.sites}
-        if None not in widths:  # otherwise the first forward pass tells
-            for width in sorted(w for w in widths if w is not None):
-                names = [site.name for site in self._tap.sites if site.width == width]
-                self._ensure_networks(names, width, device)
+        try:
+            _aligned.update(site.module for site in self._tap.sites)
+            self._make_networks_ahead(model, [s for s in self._tap.sites if config.cross or not s.looks_cross])
+        except BaseException:
+            self.detach()
+            raise
         return self
+
+    def _make_networks_ahead(self, model: nn.Module, sites: list[Site]) -> None:
+        """Where the widths of all heads are known; otherwise the first forward pass tells."""
+        widths = {site.width for site in sites}
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if None not in widths:
+            for width in sorted(w for w in widths if w is not None):
+                self._ensure_networks([site.name for site in sites if site.width == width], width, device)
 
     def detach(self) -> None:
         """The plain model again, with its attention, hooks, parameters and state dict as they were."""
@@ -112,6 +145,7 @@ class Alignment:
             self._tap = None
         self._forwards.clear()
         self._recording = None
+        self._added_to_outputs = False
 
     def summary(self) -> str:
         """Which layers and how many heads are attached, and how they are matched."""
@@ -146,7 +180,8 @@ class Alignment:
 
         Masks are boolean [b, n] and [b, m], True = valid. Without gradients, and when a checkpointed layer is
         computed once more in the backward pass, nothing is recorded. `name` tells layers apart; by default it is
-        their order since the last loss.
+        their order since the last loss. A name that comes again begins another pass, over which loss() averages,
+        unless it came last: then its layer was called once more.
         """
         if self._tap is not None:
             raise AlignmentError(
@@ -157,16 +192,21 @@ class Alignment:
                 "record() is given queries and keys, not their projections. For generator='projections' compute "
                 "them from a detached input, and leave generator at 'model'."
             )
-        if not torch.is_grad_enabled() or _in_backward():
+        if not torch.is_grad_enabled() or in_backward():
             return
-        if self._recording is None:
+        records = [] if self._recording is None else self._recording.records
+        name = f"record.{len(records)}" if name is None else name
+        call = sum(record.name == name for record in records)
+        record = QueryKey(query, key, query_mask, key_mask, name=name, call=call)
+        again = call > 0 and records[-1].name != name
+        if self._recording is None or again or self._recording.passed_backward.set or len(records) >= MOST_CALLS:
             self._begin()
             self._recording = _Forward()
             self._forwards.append(self._recording)
-        records = self._recording.records
-        name = f"record.{len(records)}" if name is None else name
-        call = sum(record.name == name for record in records)
-        records.append(QueryKey(query, key, query_mask, key_mask, name=name, call=call))
+            record = replace(record, call=0)
+        self._recording.records.append(record)
+        if len(self._recording.records) == 1:
+            self._recording.watch_backward()
 
     def _begin(self) -> None:
         """A training forward is about to run."""
@@ -175,12 +215,12 @@ class Alignment:
         self._finite.look()
         self._added_to_outputs = False
         self._recording = None  # a forward pass that failed half way may have left one
-        if any(forward.passed_backward for forward in self._forwards):
+        if any(forward.passed_backward.set for forward in self._forwards):
             self._forwards.clear()
             raise CaptureError(
-                "The alignment term of the last training forward was never used, though its gradients were "
-                "computed: the model returned no loss to add it to. Add alignment.loss() to the loss you call "
-                "backward() on."
+                "The alignment term of the last training forward was never used, though its gradients were computed. "
+                "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
+                "to the loss you call backward() on."
             )
         if len(self._forwards) >= MOST_FORWARDS:
             self._forwards.clear()
@@ -189,6 +229,11 @@ class Alignment:
                 "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
             )
         self._warn_if_frozen()
+        self._warn_if_nobody_optimizes()
+
+    def _abandon(self) -> None:
+        """A training forward raised: what it recorded is no part of any loss."""
+        self._recording = None
 
     def _watch(self, record: QueryKey) -> None:
         if self._recording is None:
@@ -203,27 +248,38 @@ class Alignment:
             return None
         self._forwards.append(forward)
         if self.config.add_to_outputs and self._is_transformers():
-            if getattr(output, "loss", None) is not None and hasattr(output, "to_tuple"):
-                output["loss"] = output["loss"] + self._term()
+            if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
+                output["loss"] = output["loss"] + self._term().to(output["loss"].device)
                 self._added_to_outputs = True
                 return output
-            if isinstance(output, tuple) and has_labels:
+            if isinstance(output, tuple) and has_labels and _is_number(output[0]):
                 self._added_to_outputs = True
-                return (output[0] + self._term(), *output[1:])
-        self._watch_backward(forward)
+                return (output[0] + self._term().to(output[0].device), *output[1:])
+        forward.watch_backward()
         return None
 
-    def _watch_backward(self, forward: _Forward) -> None:
-        def passed(_: Tensor) -> None:
-            forward.passed_backward = True
-
-        for record in reversed(forward.records):
-            if record.query.requires_grad:
-                record.query.register_hook(passed)
-                return
-
     def _is_transformers(self) -> bool:
-        return self._tap is not None and hasattr(self._tap.model, "config")
+        """Whether the model is of transformers, or PEFT's wrapper around one."""
+        kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
+        classes = tuple(getattr(sys.modules[home], name) for home, name in kinds if home in sys.modules)
+        return self._tap is not None and isinstance(self._tap.model, classes)
+
+    def _warn_if_nobody_optimizes(self) -> None:
+        """With a joint optimizer the networks learn only if it was given them. Looked at once, after some steps."""
+        parameter = next(iter(self.matcher.parameters()), None)
+        if self.adversary is not None or parameter is None or self.steps not in (1, OPTIMIZED_AFTER):
+            return
+        if self.steps == 1:
+            self._first_parameter = parameter.detach().clone()
+        elif self._first_parameter is not None and torch.equal(
+            self._first_parameter, parameter.to(self._first_parameter)
+        ):
+            warnings.warn(
+                f"The networks of method {self.config.method!r} have not moved in {OPTIMIZED_AFTER} steps. With "
+                "adversary_optimizer=None, put alignment.parameters() into an optimizer of your own.",
+                AlignmentWarning,
+                stacklevel=2,
+            )
 
     def _warn_of_silence(self) -> None:
         if self._tap is not None and not self._warned_of_silence:
@@ -288,7 +344,9 @@ class Alignment:
         self._forwards.clear()
         self._recording = None
         first = forwards[0][0].query
-        if self.adversary is not None:
+        if self.adversary is None:
+            self.matcher.to(first.device)
+        else:
             self.adversary.follow(first.device)
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
@@ -323,16 +381,20 @@ class Alignment:
         return self.matcher.parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Networks, their optimizer and the step, to continue from. A step that is due is taken first."""
-        if self.adversary is not None:
-            self.adversary.step()
+        """Networks, their optimizer and the step, to continue from.
+
+        A step that is due is taken first, unless there are several processes: one of them may save alone, and must
+        not wait for the others. Then its gradients are saved; to have the step in the state, call `adversary.step()`
+        in every process before.
+        """
+        adversary = {} if self.adversary is None else self.adversary.state_dict()
         return {
             "format": STATE_FORMAT,
             "method": self.config.method,
             "steps": self.steps,
             "rows": [[name, width, bank, row] for (name, width), (bank, row) in self.matcher.rows.items()],
             "networks": self.matcher.state_dict(),
-            "optimizer": {} if self.adversary is None else self.adversary.state_dict(),
+            "adversary": adversary,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -349,19 +411,27 @@ class Alignment:
             strangers = sorted({name for name, _ in rows} - names)
             if strangers:
                 raise ConfigError(f"This state is of another model: it has {strangers[0]}, and the model has not.")
-        fresh = type(self.matcher)(self.matcher.config, seed=self.matcher.seed)
+        banks, old_rows, before = self.matcher.banks, self.matcher.rows, copy.deepcopy(self.matcher.state_dict())
+        try:
+            if rows != old_rows:  # otherwise the parameters stay the objects that an optimizer may hold
+                self._make_banks(rows)
+            self.matcher.load_state_dict(state["networks"])
+            if self.adversary is not None:
+                self.adversary.load_state_dict(state["adversary"])
+        except (RuntimeError, ValueError, KeyError) as error:
+            self.matcher.banks, self.matcher.rows = banks, old_rows
+            self.matcher.load_state_dict(before)
+            raise ConfigError(f"This state does not fit the alignment, which stays as it was: {error}") from error
+        self.steps = int(state["steps"])
+
+    def _make_banks(self, rows: dict[tuple[str, int], tuple[int, int]]) -> None:
+        """Networks for these layers, in these banks and rows."""
         device = next((t.device for t in self.matcher.parameters()), torch.device("cpu"))
+        self.matcher.banks, self.matcher.rows = nn.ModuleList(), {}
         for bank in sorted({bank for bank, _ in rows.values()}):
             members = sorted((row, name, width) for (name, width), (b, row) in rows.items() if b == bank)
             for width in dict.fromkeys(width for _, _, width in members):
-                fresh.ensure([name for _, name, w in members if w == width], width, device)
-        fresh.load_state_dict(state["networks"])
-        self.matcher.banks, self.matcher.rows = fresh.banks, fresh.rows
-        if self.adversary is not None:
-            self.adversary.optimizer = None
-            self.adversary.due = False
-            self.adversary.load_state_dict(state["optimizer"])
-        self.steps = int(state["steps"])
+                self.matcher.ensure([name for _, name, w in members if w == width], width, device)
 
 
 def align(
@@ -385,6 +455,5 @@ def align(
     return Alignment(method, weight, preset, **options).attach(model, layers)
 
 
-def _in_backward() -> bool:
-    """Whether autograd is running a backward pass: then a forward is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from alignattn.errors import ConfigError, unknown
 from alignattn.matching.adversarial import AdversarialConfig, AdversarialMatcher
@@ -77,15 +77,12 @@ class AlignmentConfig:
     adversary_rate: float = 1e-3  # of Adam; at a fine-tuning rate the networks never keep up
     adversary_betas: tuple[float, float] = (0.5, 0.99)  # a short memory, for a target that moves
     seed: int = 0  # of the networks' first weights
-    choices: Mapping[str, tuple[Any, ...]] = field(
-        default_factory=lambda: {
-            "reduction": ("mean", "sum"),
-            "generator": ("model", "projections"),
-            "adversary_optimizer": ("adam", None),
-        },
-        repr=False,
-        compare=False,
-    )
+
+    choices: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "reduction": ("mean", "sum"),
+        "generator": ("model", "projections"),
+        "adversary_optimizer": ("adam", None),
+    }
 
     def __post_init__(self) -> None:
         for name, allowed in self.choices.items():
@@ -98,6 +95,8 @@ class AlignmentConfig:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
             raise ConfigError(f"adversary_rate must be > 0 and finite, got {self.adversary_rate}. The default is 1e-3.")
+        if len(self.adversary_betas) != 2 or not all(0 <= beta < 1 for beta in self.adversary_betas):
+            raise ConfigError(f"adversary_betas must be two numbers in [0, 1), got {self.adversary_betas}.")
 
     def weight_at(self, step: int) -> float:
         """The weight of the step-th loss."""
@@ -124,7 +123,7 @@ def resolve(
         name, matcher_options = method, {f.name for f in fields(METHODS[method][1])}
     else:
         raise unknown("method", method, METHODS)
-    own = {f.name for f in fields(AlignmentConfig)} - {"method", "preset", "matcher", "choices"}
+    own = {f.name for f in fields(AlignmentConfig)} - {"method", "preset", "matcher"}
     for option in options:
         if option not in own | matcher_options:
             raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
@@ -49,7 +50,7 @@ class Objective:
         return total + ((weight - 1) * total).detach(), parts
 
     def total(self, forwards: Forwards, check: FiniteCheck) -> tuple[Tensor, dict[str, Tensor]]:
-        """The unweighted loss, and each record's part of it by name."""
+        """The unweighted loss, and each call's part by name, the mean where several passes have it."""
         mean = self.config.reduction == "mean"
         records = [record.unpacked() for some in forwards for record in some]
         shares = [1 / len(forwards) / (len(some) if mean else 1) for some in forwards for _ in some]
@@ -58,8 +59,10 @@ class Objective:
             for place, value in zip(group, self._match([records[place] for place in group], check), strict=True):
                 losses[place] = value.mean() if mean else value.sum()
         total = torch.stack([losses[place].to(losses[0].device) * share for place, share in enumerate(shares)]).sum()
-        parts = {_label(record): losses[place].detach() for place, record in enumerate(records)}
-        return total, parts
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for place, record in enumerate(records):
+            parts[_label(record)].append(losses[place].detach())
+        return total, {label: torch.stack(values).mean() for label, values in parts.items()}
 
     def _groups(self, records: list[QueryKey]) -> dict[Any, list[int]]:
         """Which records can be stacked."""
@@ -155,12 +158,14 @@ class _Deliver(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], factors: list[float], *targets: Tensor) -> Tensor:
-        ctx.gradients, ctx.factors = gradients, factors
+        ctx.save_for_backward(*gradients)  # freed by the backward, however long the loss is kept
+        ctx.factors = factors
         return value.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        handed = (g * (outer[0] * f).to(g.dtype) for g, f in zip(ctx.gradients, ctx.factors, strict=True))
+        handed = (g * (outer[0] * f).to(g.dtype) for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True))
         return None, None, None, *handed
 
 

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture.hook import Hook
 from alignattn.capture.huggingface import head_width, uses_interface
 from alignattn.capture.projection import FUSED, find_projections, side_of
 from alignattn.capture.querykey import HIDDEN, valid_keys
@@ -46,12 +48,32 @@ class HookedSocket(ProjectedSocket):
         super().__init__(tap, sites)
         self.running: list[_SeeProducts] = []
         self.views: dict[tuple[nn.Module, str], View | None] = {}  # from a projection's output to heads, once known
+        self.watched: dict[nn.Module, list[RemovableHandle]] = {}
         for module in self.sites:
             names = list(inspect.signature(module.forward).parameters)
-            self.handles.append(module.register_forward_pre_hook(self._before(names), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._after, always_call=True))
-            for name, child in find_projections(module) or ():
-                self.handles.append(child.register_forward_hook(self._projected(module, name)))
+            self.handles.append(module.register_forward_pre_hook(Hook(self._before(names)), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
+            self._watch_projections(module)
+
+    def rehook(self, module: nn.Module) -> None:
+        super().rehook(module)
+        self._watch_projections(module)
+
+    def _watch_projections(self, module: nn.Module) -> None:
+        for handle in self.watched.pop(module, ()):
+            handle.remove()
+        self.views = {key: view for key, view in self.views.items() if key[0] is not module}
+        self.watched[module] = [
+            child.register_forward_hook(Hook(self._projected(module, name)))
+            for name, child in find_projections(module) or ()
+        ]
+
+    def remove(self) -> None:
+        super().remove()
+        for handles in self.watched.values():
+            for handle in handles:
+                handle.remove()
+        self.watched.clear()
 
     def close(self) -> None:
         super().close()
@@ -60,7 +82,7 @@ class HookedSocket(ProjectedSocket):
 
     def _before(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module in self.sites and self.tap.records_from(module):
+            if self.tap.records_from(module):
                 self.called(module)
                 self.cross[module] = attends_elsewhere(names, args, kwargs)
                 self.running.append(_SeeProducts(self, module))
@@ -150,13 +172,19 @@ class _SeeProducts(TorchFunctionMode):
         """The tokens if projections made as many; their output itself where the tokens are a multiple of it."""
         for output in self.outputs[side]:
             if output.numel() == tokens.numel():
-                known = self.socket.views
-                if (self.module, side) not in known:
-                    known[self.module, side] = self._view_of(output, tokens)
-                view = known[self.module, side]
+                view = self._known_view(side, output, tokens)
                 return tokens if view is None else view(output, self.heads)
         rows = len(tokens) * tokens.shape[2]
         return tokens if any(o.numel() == rows * o.shape[-1] for o in self.outputs["fused"]) else None
+
+    def _known_view(self, side: str, output: Tensor, tokens: Tensor) -> "View | None":
+        known = self.socket.views
+        if (self.module, side) in known:
+            return known[self.module, side]
+        view = self._view_of(output, tokens)
+        if tokens.shape[2] > 1:  # of a single token rotary may change nothing: that tells nothing about others
+            known[self.module, side] = view
+        return view
 
     def _view_of(self, output: Tensor, tokens: Tensor) -> "View | None":
         if output.ndim != 3 or output.shape[-1] % self.heads:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias, valid_keys
 from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
 from alignattn.errors import UnsupportedModelError
@@ -71,7 +72,7 @@ class HuggingFaceSocket(ProjectedSocket):
         for module in self.sites:
             module.__dict__[SOCKETS] = (*module.__dict__.get(SOCKETS, ()), self)
             names = list(inspect.signature(module.forward).parameters)
-            self.handles.append(module.register_forward_pre_hook(self._note_cross(names), with_kwargs=True))
+            self.handles.append(module.register_forward_pre_hook(Hook(self._note_cross(names)), with_kwargs=True))
 
     def _note_cross(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,6 +97,9 @@ class HuggingFaceSocket(ProjectedSocket):
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of an attached model is a plain model
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # and so is a pickled one
+
     def remove(self) -> None:
         super().remove()
         for module in self.sites:
@@ -105,6 +109,10 @@ class HuggingFaceSocket(ProjectedSocket):
             else:
                 module.__dict__.pop(SOCKETS, None)
         self.release()
+
+
+def _nothing() -> None:
+    return None
 
 
 def head_width(module: nn.Module) -> int | None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.querykey import AttentionCall, Projected, QueryKey, valid_keys
 from alignattn.capture.site import Site, Socket
 
@@ -80,15 +81,12 @@ class MultiheadSocket(Socket):
             for handle in self.hooked.pop(module, ()):
                 handle.remove()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MultiheadSocket":
-        return self  # hooks of a copied model lead here, and are those of no site
-
     def _hook(self, module: nn.Module) -> None:
         if module in self.hooked:
             return
-        self.hooked[module] = [module.register_forward_pre_hook(self._before, with_kwargs=True)]
+        self.hooked[module] = [module.register_forward_pre_hook(Hook(self._before), with_kwargs=True)]
         if self.tap.attend is not None:
-            self.hooked[module].append(module.register_forward_hook(self._after, with_kwargs=True))
+            self.hooked[module].append(module.register_forward_hook(Hook(self._after), with_kwargs=True))
 
     def _unhook(self, module: nn.Module) -> None:
         if module is self.tap.model:  # it is called already when a forward pass opens: too late to come back
@@ -98,10 +96,8 @@ class MultiheadSocket(Socket):
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, nn.MultiheadAttention)
-        if module not in self.sites:
-            return
         recorded = self.tap.records_from(module)
-        if not recorded and not (_recomputed() and module.training and torch.is_grad_enabled()):
+        if not recorded and not (in_backward() and module.training and torch.is_grad_enabled()):
             return
         given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
         cross = given["key"] is not given["query"]
@@ -150,11 +146,6 @@ class MultiheadSocket(Socket):
         if given["query"].ndim == 2:
             return merged[0], output[1]
         return (merged if module.batch_first else merged.transpose(0, 1)), output[1]
-
-
-def _recomputed() -> bool:
-    """Whether autograd is in a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _batched(module: nn.MultiheadAttention, tokens: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import Projected
 from alignattn.errors import UnsupportedModelError
 
@@ -59,6 +61,7 @@ class _LinearTwin(torch.autograd.Function):
         return output.new_zeros(()).expand(output.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
         gradient = gradients[0].flatten(0, -2)
@@ -73,23 +76,19 @@ class ProjectionHooks:
 
     def __init__(self, attention: nn.Module, children: list[tuple[str, nn.Module]], active: Callable[[], bool]) -> None:
         self.active = active
-        self.modules = {attention, *(child for _, child in children)}
         self.outputs: list[Projected] = []
-        self.handles = [attention.register_forward_pre_hook(self._called)]
+        self.handles = [attention.register_forward_pre_hook(Hook(self._called))]
         for name, child in children:
             if NORM.match(name):
-                self.handles.append(child.register_forward_hook(self._norm))
+                self.handles.append(child.register_forward_hook(Hook(self._norm)))
                 continue
             if _draws(child):
-                self.handles.append(child.register_forward_pre_hook(self._remember_random_state))
-            self.handles.append(child.register_forward_hook(self._projection))
+                self.handles.append(child.register_forward_pre_hook(Hook(self._remember_random_state)))
+            self.handles.append(child.register_forward_hook(Hook(self._projection)))
 
     def forget(self) -> None:
         """The forward pass is over."""
         self.outputs = []  # what the projections have put out since the attention module was called
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ProjectionHooks":
-        return self  # hooks of a copied model lead here, and are those of none of our modules
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -99,11 +98,10 @@ class ProjectionHooks:
     # same tensors as the first pass, though nobody listens to it.
 
     def _called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module in self.modules:
-            self.forget()
+        self.forget()
 
     def _projection(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not (module.training and torch.is_grad_enabled() and module in self.modules):
+        if not (module.training and torch.is_grad_enabled()):
             return
         if not isinstance(output, Tensor):
             raise UnsupportedModelError(
@@ -115,7 +113,7 @@ class ProjectionHooks:
             self.outputs.append(projected)
 
     def _norm(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if module in self.modules and self.active():
+        if self.active():
             self.outputs += [Projected(p, p) for p in module.parameters() if p.requires_grad]
 
     def _twin(self, module: nn.Module, tokens: Tensor, output: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias, valid_keys
 from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
 
@@ -48,10 +49,11 @@ class SdpaSocket(ProjectedSocket):
         self.recomputing = False
         for module in self.sites:
             names = list(inspect.signature(module.forward).parameters)
-            self.handles.append(module.register_forward_pre_hook(self._enter(names), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self.handles.append(module.register_forward_pre_hook(Hook(self._enter(names)), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def open(self) -> None:
+        super().open()
         self.running.clear()
         self.mode = _SeeAttention(self)
         self.mode.__enter__()
@@ -63,18 +65,15 @@ class SdpaSocket(ProjectedSocket):
             self.mode = None
             self.recomputing = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SdpaSocket":
-        return self  # hooks of a copied model lead here, and are those of no site
-
     def _enter(self, names: list[str]) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module not in self.sites:
-                return
             if self.mode is None and self.tap.attend is not None:
                 self.open()  # a checkpointed layer is recomputed in the backward pass, and as it was computed
                 self.recomputing = True
             if self.mode is not None:
                 self.running.append(module)
+                if self.tap.records_from(module):
+                    self.called(module)
                 self.cross[module] = attends_elsewhere(names, args, kwargs)
 
         return before
@@ -94,6 +93,8 @@ class SdpaSocket(ProjectedSocket):
     ) -> None:
         """One call, to be recorded."""
         module = self.running[-1]
+        for around in self.running:  # a module that holds another which attends has been seen with it
+            self.silent.pop(around, None)
         if self.tap.records_from(module):
             lead = query.shape[:-3]
             queries, keys = _four(query, lead), _four(key, lead)

@@ -79,16 +79,26 @@ class ProjectedSocket(Socket):
         super().__init__(tap, sites)
         self.projections: dict[nn.Module, ProjectionHooks] = {}
         if tap.projections:
-            found = {site: _projections_of(site) for site in sites}  # all or nothing
-            for site, children in found.items():
-                self.projections[site.module] = ProjectionHooks(
-                    site.module, children, partial(tap.records_from, site.module)
-                )
+            found = {site.module: _projections_of(site) for site in sites}  # all or nothing
+            for module, projections in found.items():
+                self.projections[module] = ProjectionHooks(module, projections, partial(tap.records_from, module))
+        self.children = {module: tuple(module.children()) for module in self.sites}
         self.cross: dict[nn.Module, bool] = {}
         self.silent: dict[nn.Module, None] = {}  # called in this forward pass, and its queries and keys not yet seen
 
     def open(self) -> None:
         self.silent.clear()
+        for module, children in self.children.items():
+            if tuple(module.children()) != children:  # an adapter may have taken a projection's place
+                self.children[module] = tuple(module.children())
+                self.rehook(module)
+
+    def rehook(self, module: nn.Module) -> None:
+        """The children of an attention module are others than they were."""
+        if module in self.projections:
+            self.projections[module].remove()
+            projections = _projections_of(self.sites[module])
+            self.projections[module] = ProjectionHooks(module, projections, partial(self.tap.records_from, module))
 
     def called(self, module: nn.Module) -> None:
         """A module runs that is to be recorded."""

@@ -4,12 +4,14 @@ import fnmatch
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.hooked import HookedSocket
 from alignattn.capture.huggingface import HuggingFaceSocket
 from alignattn.capture.multihead import MultiheadSocket
@@ -40,6 +42,7 @@ class Tap:
         attend: Callable[[AttentionCall], Tensor] | None = None,
         begin: Callable[[], None] | None = None,
         finish: Callable[[Any, bool], Any] | None = None,  # output, labels given -> the output instead, or None
+        abandon: Callable[[], None] | None = None,  # instead of finish, where the forward pass raised
         layers: Layers = None,
         cross: bool = False,
         always: bool = False,
@@ -51,7 +54,7 @@ class Tap:
         self.always = always
         self.projections = projections
         self.recording = False
-        self._watch, self._begin, self._finish = watch, begin, finish
+        self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
         self._segments: Tensor | None = None
         self._calls: dict[str, int] = {}
         self._depth = 0
@@ -117,9 +120,6 @@ class Tap:
         self._handles, self._sockets = [], []
         _forget_compiled_code()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # copies of a model are not attached
-
     # --- the model's own forward ------------------------------------------------------------------------------------
 
     def _hook_model(self) -> None:
@@ -142,17 +142,25 @@ class Tap:
             for handle in self._handles:
                 weakref.finalize(model, handle.remove)
             return
-        self._handles.append(model.register_forward_pre_hook(_Before(self), with_kwargs=True))
+        self._handles.append(model.register_forward_pre_hook(Hook(self._before), with_kwargs=True))
         # The last tap to open is the first to close: function modes come off in that order.
         self._handles.append(
-            model.register_forward_hook(_After(self), with_kwargs=True, always_call=True, prepend=True)
+            model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True, prepend=True)
         )
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(module, "_is_replica", False):
+            raise UnsupportedModelError(
+                "nn.DataParallel runs copies of the model in threads, whose attention cannot be told apart. Use one "
+                "process a device instead: torchrun or accelerate launch, with DistributedDataParallel."
+            )
+        if self._depth and not self._still_running():  # an interrupt tore us out of a forward pass
+            self._close()
+            self._failed()
         self._depth += 1
         if self._depth > 1:
             return
-        training = torch.is_grad_enabled() and any(site.module.training for site in self.sites)
+        training = torch.is_grad_enabled() and any(site.module.training for site in self.sites) and not in_backward()
         if training and self._begin is not None:
             try:
                 self._begin()
@@ -165,7 +173,7 @@ class Tap:
         for socket in self._sockets:
             if self.active:
                 socket.open()
-            else:
+            elif not in_backward():  # a recomputation must find what the first pass found
                 socket.idle()
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -178,7 +186,10 @@ class Tap:
         missed = [site for socket in self._sockets for site in socket.missed()]
         self._close()
         failed = output is None and sys.exc_info()[0] is not None
+        if recorded and failed:
+            self._failed()
         if recorded and not failed and missed:
+            self._failed()
             raise UnsupportedModelError(
                 f"{missed[0].name} ({type(missed[0].module).__name__}) of {type(self.model).__name__} ran, and no "
                 "product of its queries and keys was seen"
@@ -190,6 +201,19 @@ class Tap:
             return self._finish(output, kwargs.get("labels") is not None)
         return None
 
+    def _failed(self) -> None:
+        if self._abandon is not None:
+            self._abandon()
+
+    def _still_running(self) -> bool:
+        """Whether the model's own call, beside the one that just begins, is on the stack."""
+        calls = 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            calls += frame.f_code.co_name == "_wrapped_call_impl" and frame.f_locals.get("self") is self.model
+            frame = frame.f_back
+        return calls > 1
+
     def _close(self) -> None:
         self.recording = False
         self._depth = 0
@@ -199,7 +223,7 @@ class Tap:
 
     def _refuse_reentrant_checkpointing(self, module: nn.Module) -> None:
         """Gradients are on for the model and off for this module. If that is by re-entrant checkpointing, say so."""
-        frame = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             inside = isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx)
             if inside and not frame.f_code.co_filename.endswith("checkpoint.py"):
@@ -214,26 +238,10 @@ class Tap:
                     "gradient_checkpointing_kwargs={'use_reentrant': False} for the Trainer, checkpoint(..., "
                     "use_reentrant=False) in code of your own."
                 )
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
 
     def _name_of(self, module: nn.Module) -> str:
         return next((site.name for site in self.sites if site.module is module), type(module).__name__)
-
-
-class _Before:
-    """Hooks are objects, so that a deep copy of the model gets them without the tap."""
-
-    def __init__(self, tap: Tap | None) -> None:
-        self.tap = tap
-
-    def __call__(self, *args: Any) -> None:
-        if self.tap is not None:
-            self.tap._before(*args)
-
-
-class _After(_Before):
-    def __call__(self, *args: Any) -> Any:
-        return None if self.tap is None else self.tap._after(*args)
 
 
 def find_sites(model: nn.Module) -> list[Site]:

@@ -14,6 +14,7 @@ same; no n×m matrix exists.
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -145,12 +146,18 @@ class ConditionalMatcher(Matcher):
         if config.normalise_navigator:
             navigators = direction(navigators[0]), direction(navigators[1])
         if config.transported == "heads":
-            return self._over_heads(critics, navigators)
+            return self._over_heads(critics, navigators, query_mask, key_mask)
         if config.critic_cost == "euclidean":
             return _euclidean(critics, navigators, query_mask, key_mask)
         return conditional_transport(*critics, *navigators, query_mask=query_mask, key_mask=key_mask)
 
-    def _over_heads(self, critics: tuple[Tensor, Tensor], navigators: tuple[Tensor, Tensor]) -> Float[Tensor, "lb h"]:
+    def _over_heads(
+        self,
+        critics: tuple[Tensor, Tensor],
+        navigators: tuple[Tensor, Tensor],
+        query_mask: Bool[Tensor, "lb n"] | None,
+        key_mask: Bool[Tensor, "lb n"] | None,
+    ) -> Float[Tensor, "lb h"]:
         """The heads at each position as tokens, the positions as problems; each head is given their mean."""
         if critics[0].shape[2] != critics[1].shape[2]:
             raise ShapeError(
@@ -163,7 +170,9 @@ class ConditionalMatcher(Matcher):
             losses = _euclidean((swapped[0], swapped[1]), (swapped[2], swapped[3]), None, None)
         else:
             losses = conditional_transport(*swapped)
-        return losses.mean(1, keepdim=True).expand(-1, heads)
+        masks = [mask for mask in (query_mask, key_mask) if mask is not None]
+        valid = torch.stack(masks).all(0) if masks else None
+        return masked_mean(losses[:, None], valid).expand(-1, heads)
 
 
 def _euclidean(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from alignattn.errors import ConfigError, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
@@ -130,12 +131,15 @@ def _typical_square(
 
 
 def _median_square(tokens: Float[Tensor, "p t d"], weight: Float[Tensor, "p t"]) -> Float[Tensor, " p"]:
-    count = tokens.shape[1]
-    if count > MEDIAN_TOKENS:  # a fixed subset, drawn from a generator of its own
-        generator = torch.Generator().manual_seed(count)
-        chosen = torch.randperm(count, generator=generator)[:MEDIAN_TOKENS].to(tokens.device)
-        tokens, weight = tokens[:, chosen], weight[:, chosen]
-        count = MEDIAN_TOKENS
+    count = min(tokens.shape[1], MEDIAN_TOKENS)
+    if tokens.shape[1] > MEDIAN_TOKENS:
+        # A fixed subset of the valid tokens in their order: how much padding there is, and where, changes nothing.
+        valid = weight > 0
+        rank = valid.long().cumsum(-1) - 1
+        shuffled = (rank * 2654435761 % 2**32).masked_fill(~valid, 2**40)  # Knuth's multiplicative hash
+        chosen = shuffled.topk(MEDIAN_TOKENS, largest=False).indices  # (p, 512)
+        weight = weight.gather(1, chosen)
+        tokens = tokens.gather(1, chosen[..., None].expand(-1, -1, tokens.shape[-1]))
     pairs = torch.triu_indices(count, count, 1, device=tokens.device)
     step = chunks_of(len(tokens), count * count, tokens.device)
     medians = []
@@ -174,6 +178,7 @@ class _KernelSum(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_gradient, y_gradient, r = ctx.saved_tensors
         factor = (2 * r * gradients[0])[:, None, None]

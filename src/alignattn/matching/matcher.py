@@ -62,6 +62,7 @@ class Matcher(nn.Module):
         self.seed = seed
         self.banks = nn.ModuleList()  # one ModuleDict of networks for each set of layers that appeared together
         self.rows: dict[tuple[str, int], tuple[int, int]] = {}  # (layer, head width) -> bank, row in it
+        self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
         """The networks of these layers; none for methods without."""
@@ -85,7 +86,7 @@ class Matcher(nn.Module):
             return False
         networks = self.networks(new, width)
         if networks:
-            self.banks.append(nn.ModuleDict(dict(networks)).to(device))
+            self.banks.append(nn.ModuleDict(dict(networks)).to("cpu" if device.type == "meta" else device))
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
 
@@ -112,6 +113,15 @@ class Matcher(nn.Module):
         losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
         return losses
 
+    def _rows_of(self, names: list[str], width: int, bank: int, device: torch.device) -> Tensor | None:
+        """Which rows of a bank serve these layers; None for all in order. Kept, as to copy it makes a device wait."""
+        rows = tuple(self.rows[name, width][1] for name in names)
+        if rows == tuple(range(sum(place == bank for place, _ in self.rows.values()))):
+            return None
+        if (rows, device) not in self._indices:
+            self._indices[rows, device] = torch.tensor(rows, device=device)
+        return self._indices[rows, device]
+
     def through(
         self,
         network: str,
@@ -124,9 +134,7 @@ class Matcher(nn.Module):
         """Queries and keys through one network of each layer, in one product."""
         width = query.shape[-1]
         bank = self.bank(names[0], width)
-        rows = [self.rows[name, width][1] for name in names]
-        in_order = rows == list(range(len(self.banks[bank][network].first.weight)))  # type: ignore[index]
-        layers = None if in_order else torch.tensor(rows, device=query.device)
+        layers = self._rows_of(names, width, bank, query.device)
         tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
         tokens = around(tokens.clamp(-FINITE_INPUT, FINITE_INPUT))
         features = around(self.banks[bank][network](tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)

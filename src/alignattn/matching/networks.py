@@ -43,6 +43,9 @@ def reverse_gradient(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
     return reversed_
 
 
+PLAIN: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults of the process are
+
+
 class LayeredLinear(nn.Module):
     """y = x W + b with a W and b for each layer; initialised as nn.Linear is, uniform in ±1/sqrt(in)."""
 
@@ -51,9 +54,9 @@ class LayeredLinear(nn.Module):
         bound = 1 / math.sqrt(width)
         weights, biases = [], []
         for name in names:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{role}/{name}".encode()))
-            weights.append(torch.empty(width, out).uniform_(-bound, bound, generator=generator))
-            biases.append(torch.empty(1, out).uniform_(-bound, bound, generator=generator))
+            generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}/{role}/{name}".encode()))
+            weights.append(torch.empty(width, out, **PLAIN).uniform_(-bound, bound, generator=generator))
+            biases.append(torch.empty(1, out, **PLAIN).uniform_(-bound, bound, generator=generator))
         self.weight = nn.Parameter(torch.stack(weights))  # (layers, in, out)
         self.bias = nn.Parameter(torch.stack(biases))  # (layers, 1, out)
 

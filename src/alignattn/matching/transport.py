@@ -15,7 +15,6 @@ the budget in tiles whose products are computed anew. Memory is linear in the nu
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -62,8 +61,6 @@ class TransportConfig(MatcherConfig):
     gradient: str = "plan"  # plan held fixed: exact for the regularised value; "unrolled": exact for the cost
     debiased: bool = False  # regularised(q,k) - regularised(q,q)/2 - regularised(k,k)/2, as in the released code
 
-    choices: ClassVar = {"cost": COSTS, "gradient": GRADIENTS}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_settings(self.cost, self.epsilon, self.max_iterations, self.tolerance, self.gradient)
@@ -71,10 +68,9 @@ class TransportConfig(MatcherConfig):
 
 def check_settings(cost: str, epsilon: float, max_iterations: int, tolerance: float, gradient: str) -> None:
     """Raise for settings that Sinkhorn cannot run with."""
-    if cost not in COSTS:
-        raise unknown("cost", cost, COSTS)
-    if gradient not in GRADIENTS:
-        raise unknown("gradient", gradient, GRADIENTS)
+    for name, value, allowed in (("cost", cost, COSTS), ("gradient", gradient, GRADIENTS)):
+        if value not in allowed:
+            raise unknown(name, value, allowed)
     if not (epsilon > 0 and math.isfinite(epsilon)):
         raise ConfigError(f"epsilon must be > 0 and finite, got {epsilon}. The paper uses 0.01.")
     if max_iterations < 1:

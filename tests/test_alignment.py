@@ -153,8 +153,7 @@ def test_gradient_of_the_term_agrees_with_finite_differences(method):
     key = torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
 
     def value(query, key):
-        alignment._forwards.clear()
-        alignment._recording = None
+        alignment._passes.clear()
         alignment.adversary.due = False
         alignment.record(query, key, name="layer")
         return alignment.loss()

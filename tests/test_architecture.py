@@ -9,7 +9,18 @@ PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
 ANYONE = {"errors"}
-CORE = {"capture", "matching", "config", "finite", "objective", "adversary", "alignment", "functional"}
+CORE = {
+    "capture",
+    "matching",
+    "config",
+    "finite",
+    "objective",
+    "adversary",
+    "passes",
+    "advice",
+    "alignment",
+    "functional",
+}
 ALLOWED = {
     "errors": set(),
     "capture": set(),
@@ -21,7 +32,9 @@ ALLOWED = {
     "finite": set(),
     "adversary": set(),
     "objective": {"capture", "config", "finite", "matching"},
-    "alignment": {"adversary", "capture", "config", "finite", "matching", "objective"},
+    "passes": {"capture"},
+    "advice": {"capture", "config", "matching"},
+    "alignment": {"adversary", "advice", "capture", "config", "finite", "matching", "objective", "passes"},
     "bayesian": {"capture", "config", "matching"},
     "integrations": CORE,
     "diagnostics": CORE | {"bayesian", "metrics"},

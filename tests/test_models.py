@@ -194,7 +194,7 @@ def test_a_model_compiled_before_it_is_attached_is_captured() -> None:
     compiled(**text())
     alignment = alignattn.align(model, "mmd", add_to_outputs=False)
     compiled(**text())
-    assert len(alignment._forwards[-1].records) == 2
+    assert len(alignment._passes.waiting[-1].records) == 2
 
 
 def test_projections_of_a_compiled_model_are_refused_not_forgotten() -> None:

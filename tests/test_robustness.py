@@ -19,7 +19,7 @@ from alignattn.matching.matcher import MatcherConfig
 def test_queries_and_keys_are_freed_after_each_step(encoder):
     alignment = alignattn.align(encoder, "gan")
     held = []
-    watch = alignment._watch
+    watch = alignment._tap._watch
 
     def remember(record):
         held.append(weakref.ref(record.query))
@@ -286,7 +286,7 @@ def test_recomputing_the_whole_aligned_model_is_no_new_forward(encoder):
     output = checkpoint(encoder, torch.randn(2, 5, 16, requires_grad=True), use_reentrant=False)
     (output.sum() + alignment.loss()).backward()
     assert all(torch.equal(a, b) for a, b in zip(start, alignment.parameters(), strict=True))
-    assert not alignment._forwards
+    assert not alignment._passes.waiting
 
 
 def test_align_that_fails_half_way_leaves_the_model_free(bert):

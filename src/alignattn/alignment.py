@@ -9,9 +9,7 @@ minimises L_align: a slip of sign.)
 
 import copy
 import sys
-import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -19,47 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.adversary import Adversary
+from alignattn.advice import Advice, summary, why_nothing
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
-from alignattn.capture.projection import frozen
 from alignattn.capture.tap import Layers
 from alignattn.config import DEFAULT_METHOD, METHODS, Schedule, resolve
-from alignattn.errors import AlignmentError, AlignmentWarning, CaptureError, ConfigError, NothingCapturedError
+from alignattn.errors import AlignmentError, CaptureError, ConfigError, NothingCapturedError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.objective import Objective, hand_to_projections
+from alignattn.passes import Passes
 
-MOST_CALLS = 4096  # that record() takes for one pass
-OPTIMIZED_AFTER = 8  # steps
-MOST_FORWARDS = 64  # that may wait for one loss(): more are surely forgotten, and hold the memory of their graphs
 STATE_FORMAT = 1
 
 _aligned: WeakSet[nn.Module] = WeakSet()
-
-
-class _Mark:
-    """Set when gradients have gone through a pass. It knows nothing of the pass: its hook would keep that alive."""
-
-    def __init__(self) -> None:
-        self.set = False
-
-    def __call__(self, _: Tensor) -> None:
-        self.set = True
-
-
-@dataclass
-class _Forward:
-    """The calls of one forward pass, until their loss is taken."""
-
-    records: list[QueryKey] = field(default_factory=list)
-    passed_backward: _Mark = field(default_factory=_Mark)
-
-    def watch_backward(self) -> None:
-        """Know when gradients go through these queries and keys."""
-        for record in reversed(self.records):
-            if record.query.requires_grad:
-                record.query.register_hook(self.passed_backward)
-                return
 
 
 class Alignment:
@@ -91,12 +62,9 @@ class Alignment:
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
-        self._forwards: list[_Forward] = []
-        self._recording: _Forward | None = None
+        self._passes = Passes()
         self._added_to_outputs = False
-        self._checked_frozen = False
-        self._first_parameter: Tensor | None = None  # as it was, to see whether anybody optimizes it
-        self._warned_of_silence = False
+        self._advice = Advice()
 
     # --- a model ----------------------------------------------------------------------------------------------------
 
@@ -113,10 +81,10 @@ class Alignment:
         config = self.config
         self._tap = Tap(
             model,
-            watch=self._watch,
+            watch=self._passes.add,
             begin=self._begin,
             finish=self._finish,
-            abandon=self._abandon,
+            abandon=self._passes.abandon,
             layers=layers,
             cross=config.cross,
             projections=config.generator == "projections",
@@ -143,27 +111,12 @@ class Alignment:
             _aligned.difference_update(site.module for site in self._tap.sites)
             self._tap.remove()
             self._tap = None
-        self._forwards.clear()
-        self._recording = None
+        self._passes.clear()
         self._added_to_outputs = False
 
     def summary(self) -> str:
         """Which layers and how many heads are attached, and how they are matched."""
-        config = self.config
-        weight = "scheduled" if callable(config.weight) else f"{config.weight:g}"
-        how = f"{config.method}, preset {config.preset}, weight {weight} ({config.reduction} over heads and layers)"
-        lines = [f"alignattn: {how}, gradient into the {config.generator}"]
-        if self._tap is None:
-            return lines[0] + "\nnot attached to a model: record() brings queries and keys"
-        sites = self._tap.sites
-        heads = sum(site.heads or 0 for site in sites)
-        lines.append(f"{type(self._tap.model).__name__}: {len(sites)} attention modules, {heads} heads")
-        longest = max(len(site.name) for site in sites)
-        for site in sites:
-            shape = f"{site.heads or '?'} heads of {site.width or '?'}"
-            note = "" if config.cross or not site.looks_cross else "  cross-attention, left alone"
-            lines.append(f"  {site.name:<{longest}}  {shape:<16}  {site.kind}{note}")
-        return "\n".join(lines)
+        return summary(self.config, self._tap)
 
     # --- what is captured -------------------------------------------------------------------------------------------
 
@@ -194,19 +147,12 @@ class Alignment:
             )
         if not torch.is_grad_enabled() or in_backward():
             return
-        records = [] if self._recording is None else self._recording.records
-        name = f"record.{len(records)}" if name is None else name
-        call = sum(record.name == name for record in records)
-        record = QueryKey(query, key, query_mask, key_mask, name=name, call=call)
-        again = call > 0 and records[-1].name != name
-        if self._recording is None or again or self._recording.passed_backward.set or len(records) >= MOST_CALLS:
+        record = self._passes.numbered(query, key, (query_mask, key_mask), name)
+        if self._passes.begins(record):
             self._begin()
-            self._recording = _Forward()
-            self._forwards.append(self._recording)
-            record = replace(record, call=0)
-        self._recording.records.append(record)
-        if len(self._recording.records) == 1:
-            self._recording.watch_backward()
+            self._passes.add_first(record)
+        else:
+            self._passes.add(record)
 
     def _begin(self) -> None:
         """A training forward is about to run."""
@@ -214,39 +160,17 @@ class Alignment:
             self.adversary.step()
         self._finite.look()
         self._added_to_outputs = False
-        self._recording = None  # a forward pass that failed half way may have left one
-        if any(forward.passed_backward.set for forward in self._forwards):
-            self._forwards.clear()
-            raise CaptureError(
-                "The alignment term of the last training forward was never used, though its gradients were computed. "
-                "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
-                "to the loss you call backward() on."
-            )
-        if len(self._forwards) >= MOST_FORWARDS:
-            self._forwards.clear()
-            raise CaptureError(
-                f"{MOST_FORWARDS} training forwards have run and nobody took their alignment term. Add "
-                "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
-            )
-        self._warn_if_frozen()
-        self._warn_if_nobody_optimizes()
-
-    def _abandon(self) -> None:
-        """A training forward raised: what it recorded is no part of any loss."""
-        self._recording = None
-
-    def _watch(self, record: QueryKey) -> None:
-        if self._recording is None:
-            self._recording = _Forward()
-        self._recording.records.append(record)
+        self._passes.begin()
+        self._advice.if_frozen(self._tap)
+        if self.adversary is None:
+            self._advice.if_nobody_optimizes(self.matcher, self.config.method, self.steps)
 
     def _finish(self, output: Any, has_labels: bool) -> Any:
         """A training forward has run: add the term to its loss, or keep the records for loss()."""
-        forward, self._recording = self._recording, None
-        if forward is None:
-            self._warn_of_silence()
+        done = self._passes.end()
+        if done is None:
+            self._advice.of_silence(self._tap)
             return None
-        self._forwards.append(forward)
         if self.config.add_to_outputs and self._is_transformers():
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
                 output["loss"] = output["loss"] + self._term().to(output["loss"].device)
@@ -255,7 +179,7 @@ class Alignment:
             if isinstance(output, tuple) and has_labels and _is_number(output[0]):
                 self._added_to_outputs = True
                 return (output[0] + self._term().to(output[0].device), *output[1:])
-        forward.watch_backward()
+        done.watch_backward()
         return None
 
     def _is_transformers(self) -> bool:
@@ -263,46 +187,6 @@ class Alignment:
         kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
         classes = tuple(getattr(sys.modules[home], name) for home, name in kinds if home in sys.modules)
         return self._tap is not None and isinstance(self._tap.model, classes)
-
-    def _warn_if_nobody_optimizes(self) -> None:
-        """With a joint optimizer the networks learn only if it was given them. Looked at once, after some steps."""
-        parameter = next(iter(self.matcher.parameters()), None)
-        if self.adversary is not None or parameter is None or self.steps not in (1, OPTIMIZED_AFTER):
-            return
-        if self.steps == 1:
-            self._first_parameter = parameter.detach().clone()
-        elif self._first_parameter is not None and torch.equal(
-            self._first_parameter, parameter.to(self._first_parameter)
-        ):
-            warnings.warn(
-                f"The networks of method {self.config.method!r} have not moved in {OPTIMIZED_AFTER} steps. With "
-                "adversary_optimizer=None, put alignment.parameters() into an optimizer of your own.",
-                AlignmentWarning,
-                stacklevel=2,
-            )
-
-    def _warn_of_silence(self) -> None:
-        if self._tap is not None and not self._warned_of_silence:
-            self._warned_of_silence = True
-            warnings.warn(
-                f"A training forward of {type(self._tap.model).__name__} ran and none of the {len(self._tap.sites)} "
-                "attached attention modules took part in it but as cross-attention: nothing is aligned. Choose "
-                "other layers=, or cross=True.",
-                AlignmentWarning,
-                stacklevel=2,
-            )
-
-    def _warn_if_frozen(self) -> None:
-        if self._tap is None or self._checked_frozen:
-            return
-        self._checked_frozen = True
-        if all(frozen(site.module) for site in self._tap.sites):
-            warnings.warn(
-                f"The query and key projections of all {len(self._tap.sites)} attached attention modules are frozen: "
-                "alignment can change nothing about them. Train them too (for LoRA, put them into target_modules).",
-                AlignmentWarning,
-                stacklevel=2,
-            )
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -316,33 +200,12 @@ class Alignment:
                 "The alignment term is in outputs.loss already. Don't add alignment.loss() to it; or pass "
                 "add_to_outputs=False to align() and add it yourself."
             )
-        if not any(forward.records for forward in self._forwards):
-            raise NothingCapturedError(self._why_nothing())
+        if not self._passes:
+            raise NothingCapturedError(why_nothing(self._tap))
         return self._term()
 
-    def _why_nothing(self) -> str:
-        if self._tap is None:
-            return (
-                "alignment.loss() found no queries or keys, and this alignment is attached to no model. Call "
-                "align(model, ...), or alignment.record(query, key) in an attention of your own, with gradients "
-                "enabled."
-            )
-        sites = self._tap.sites
-        start = (
-            f"alignment.loss() found no queries or keys. Attached to {len(sites)} attention modules (first: "
-            f"{sites[0].name}) and none ran in training mode since the last loss. "
-        )
-        if not any(site.module.training for site in sites):
-            return start + "Call model.train() before the forward pass."
-        return start + (
-            f"Call the {type(self._tap.model).__name__} that was aligned itself, with gradients enabled; if you call "
-            "one of its parts or another method than forward, align that part."
-        )
-
     def _term(self) -> Tensor:
-        forwards = [forward.records for forward in self._forwards if forward.records]
-        self._forwards.clear()
-        self._recording = None
+        forwards = self._passes.take()
         first = forwards[0][0].query
         if self.adversary is None:
             self.matcher.to(first.device)

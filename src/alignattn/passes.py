@@ -1,0 +1,115 @@
+"""Forward passes whose attention was recorded and whose loss is still to be taken."""
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from alignattn.capture import QueryKey
+from alignattn.errors import CaptureError
+
+MOST_PASSES = 64  # that may wait for one loss(): more are surely forgotten, and hold the memory of their graphs
+MOST_CALLS = 4096  # that record() takes for one pass
+
+
+class Mark:
+    """Set when gradients have gone through a pass. It knows nothing of the pass: its hook would keep that alive."""
+
+    def __init__(self) -> None:
+        self.set = False
+
+    def __call__(self, _: Tensor) -> None:
+        self.set = True
+
+
+@dataclass
+class Pass:
+    """The attention calls of one forward pass."""
+
+    records: list[QueryKey] = field(default_factory=list)
+    passed_backward: Mark = field(default_factory=Mark)
+
+    def watch_backward(self) -> None:
+        """Know when gradients go through these queries and keys."""
+        for record in reversed(self.records):
+            if record.query.requires_grad:
+                record.query.register_hook(self.passed_backward)
+                return
+
+
+class Passes:
+    """Those that wait, and the one that is being recorded."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Pass] = []
+        self.recording: Pass | None = None
+
+    def __bool__(self) -> bool:
+        return any(one.records for one in self.waiting)
+
+    def begin(self) -> None:
+        """Another pass begins: none before it may have been forgotten."""
+        self.recording = None  # one that failed half way may have left something
+        if any(one.passed_backward.set for one in self.waiting):
+            self.waiting.clear()
+            raise CaptureError(
+                "The alignment term of the last training forward was never used, though its gradients were computed. "
+                "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
+                "to the loss you call backward() on."
+            )
+        if len(self.waiting) >= MOST_PASSES:
+            self.waiting.clear()
+            raise CaptureError(
+                f"{MOST_PASSES} training forwards have run and nobody took their alignment term. Add "
+                "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
+            )
+
+    def add(self, record: QueryKey) -> None:
+        """A call of the pass that is being recorded."""
+        if self.recording is None:
+            self.recording = Pass()
+        self.recording.records.append(record)
+
+    def end(self) -> Pass | None:
+        """The pass is over and waits; None if nothing of it was recorded."""
+        done, self.recording = self.recording, None
+        if done is not None:
+            self.waiting.append(done)
+        return done
+
+    def abandon(self) -> None:
+        """The pass raised: what it recorded is no part of any loss."""
+        self.recording = None
+
+    # An attention of one's own tells of its calls, and not where passes begin and end.
+
+    def numbered(
+        self, query: Tensor, key: Tensor, masks: tuple[Tensor | None, Tensor | None], name: str | None
+    ) -> QueryKey:
+        """The record of such a call: how often its layer was called before, in the pass that is being recorded."""
+        records = [] if self.recording is None else self.recording.records
+        name = f"record.{len(records)}" if name is None else name
+        return QueryKey(query, key, *masks, name=name, call=sum(record.name == name for record in records))
+
+    def begins(self, record: QueryKey) -> bool:
+        """Whether the call must be of another pass: its layer was called before, and others since."""
+        if self.recording is None or self.recording.passed_backward.set:
+            return True
+        records = self.recording.records
+        return len(records) >= MOST_CALLS or (record.call > 0 and records[-1].name != record.name)
+
+    def add_first(self, record: QueryKey) -> None:
+        """The first call of a pass that waits from now on, and is added to."""
+        self.recording = Pass([replace(record, call=0)])
+        self.recording.watch_backward()
+        self.waiting.append(self.recording)
+
+    def take(self) -> list[list[QueryKey]]:
+        """The records of all that waited; none do any more."""
+        taken = [one.records for one in self.waiting if one.records]
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.waiting.clear()
+        self.recording = None

@@ -128,3 +128,10 @@ def test_masks_that_do_not_fit_are_refused(mask):
         adversarial(torch.zeros(2, 3, 4), torch.zeros(2, 3, 6), query_mask=mask)
     with pytest.raises(ShapeError):
         adversarial(torch.zeros(2, 3, 6), torch.zeros(2, 3, 4), key_mask=mask)
+
+
+def test_logits_may_have_the_axis_that_a_linear_layer_leaves():
+    query, key = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    torch.testing.assert_close(adversarial(query[..., None], key[..., None]), adversarial(query, key))
+    with pytest.raises(ShapeError, match=r"\[b, h, tokens, 1\]"):
+        adversarial(torch.randn(2, 3, 4, 2), key)

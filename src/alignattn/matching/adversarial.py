@@ -30,25 +30,29 @@ from alignattn.matching.tokens import (
 def check_logits(
     query_logits: Tensor, key_logits: Tensor, *, query_mask: Tensor | None = None, key_mask: Tensor | None = None
 ) -> None:
-    """Logits [b, h, n] and [b, h, m]."""
+    """Logits [b, h, n] and [b, h, m], or with an axis of one behind, as a linear layer leaves it."""
     for name, logits in (("query_logits", query_logits), ("key_logits", key_logits)):
-        if logits.ndim != 3:
-            raise ShapeError(f"{name} must be [b, h, tokens], got shape {tuple(logits.shape)}.")
-    check_pair(query_logits[..., None], key_logits[..., None], query_mask, key_mask)
+        if logits.ndim not in (3, 4) or (logits.ndim == 4 and logits.shape[-1] != 1):
+            raise ShapeError(f"{name} must be [b, h, tokens] or [b, h, tokens, 1], got shape {tuple(logits.shape)}.")
+    check_pair(_column(query_logits), _column(key_logits), query_mask, key_mask)
+
+
+def _column(logits: Tensor) -> Tensor:
+    return logits if logits.ndim == 4 else logits[..., None]
 
 
 @checked(check_logits)
 @full_precision
 def adversarial(
-    query_logits: Float[Tensor, "b h n"],
-    key_logits: Float[Tensor, "b h m"],
+    query_logits: Float[Tensor, "b h n *one"],
+    key_logits: Float[Tensor, "b h m *one"],
     *,
     query_mask: Bool[Tensor, "b n"] | None = None,
     key_mask: Bool[Tensor, "b m"] | None = None,
 ) -> Float[Tensor, "b h"]:
     """The value of the game for each problem, from the discriminator's logits. With D = 1/2 it is -2 log 2."""
     of_queries, of_keys = (
-        masked_mean(F.logsigmoid(sign * blank_padding(logits[..., None], mask).squeeze(-1)), mask)
+        masked_mean(F.logsigmoid(sign * blank_padding(_column(logits), mask).squeeze(-1)), mask)
         for sign, logits, mask in ((1, query_logits, query_mask), (-1, key_logits, key_mask))
     )
     return zero_where_empty(of_queries + of_keys, samples_with_tokens(query_mask, key_mask))
@@ -95,4 +99,4 @@ class AdversarialMatcher(Matcher):
         if self.config.detach_query:
             query = query.detach()
         query_logits, key_logits = self.through("discriminator", names, query, key, around=reverse_gradient)
-        return adversarial(query_logits.squeeze(-1), key_logits.squeeze(-1), query_mask=query_mask, key_mask=key_mask)
+        return adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)

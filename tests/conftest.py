@@ -1,5 +1,9 @@
 """Small models that many tests attach to."""
 
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,6 +17,26 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _detached_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Models that a test leaves attached would be seen in the modeling files by the next, until they are collected."""
+    from alignattn.alignment import Alignment
+
+    attached: list[weakref.ref[Alignment]] = []
+    attach = Alignment.attach
+
+    def remember(self: Alignment, *args: Any, **kwargs: Any) -> Alignment:
+        attached.append(weakref.ref(self))
+        return attach(self, *args, **kwargs)
+
+    monkeypatch.setattr(Alignment, "attach", remember)
+    yield
+    for reference in attached:
+        alignment = reference()
+        if alignment is not None:
+            alignment.detach()
 
 
 @pytest.fixture

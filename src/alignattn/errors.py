@@ -1,7 +1,12 @@
 """What can go wrong, each with a message that says what was seen and what to do."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class AlignmentError(Exception):
@@ -42,3 +47,17 @@ def unknown(kind: str, value: object, choices: Iterable[str]) -> ConfigError:
     near = get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return ConfigError(f"Unknown {kind} {value!r}. Choose one of: {', '.join(names)}.{hint}")
+
+
+def checked(check: Callable[..., None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Call `check` with the arguments first: its errors are for people, those of a type checker are not."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    return decorate

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alignattn.errors import ShapeError
+from alignattn.errors import ShapeError, checked
 from alignattn.matching.matcher import Matcher, NetworkConfig
 from alignattn.matching.networks import Discriminator, reverse_gradient
 from alignattn.matching.tokens import (
     blank_padding,
     check_pair,
-    checked,
     full_precision,
     masked_mean,
     samples_with_tokens,

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alignattn.errors import ConfigError, ShapeError
+from alignattn.errors import ConfigError, ShapeError, checked
 from alignattn.matching.matcher import Matcher, NetworkConfig
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
     check_pair,
-    checked,
     direction,
     full_precision,
     masked_mean,

@@ -19,9 +19,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.errors import ConfigError, unknown
+from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
-from alignattn.matching.tokens import blank_padding, check_pair, checked, chunks_of, full_precision, samples_with_tokens
+from alignattn.matching.tokens import blank_padding, check_pair, chunks_of, full_precision, samples_with_tokens
 
 BANDWIDTHS = ("median", "mean")
 MEDIAN_TOKENS = 512  # above, the median is taken over a subset of this many tokens

@@ -19,20 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(check: Callable[..., None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Call `check` with the arguments first: its errors are for people, those of a type checker are not."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            check(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    return decorate
-
-
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Run `function` with autocast off on the device of its first tensor."""
 

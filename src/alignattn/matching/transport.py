@@ -16,12 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from alignattn.errors import ConfigError, unknown
+from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.sinkhorn import Problems, unrolled, with_fixed_plan
 from alignattn.matching.tokens import (
     check_pair,
-    checked,
     direction,
     full_precision,
     samples_with_tokens,

@@ -81,21 +81,22 @@ def test_degenerate_queries_and_keys_make_no_nan(dtype, method, preset, case):
 
 
 def test_gradients_that_would_vanish_in_fp16_reach_the_projections(bert, batch):
-    """Delivered at a scale of about one token, not of the whole mean: weight 1e-3 loses nothing."""
+    """Long queries have short gradients: unscaled, these are 1e-7, of which fp16 keeps a bit or none."""
     del batch["labels"]
     bert.eval()
     for layer in bert.bert.encoder.layer:
         layer.attention.self.train()
         layer.attention.self.dropout.p = 0.0
+        for projection in (layer.attention.self.query, layer.attention.self.key):
+            projection.weight.data *= 1e4
     found = {}
     for dtype in (torch.float32, torch.float16):
-        alignment = alignattn.align(bert, "mmd", weight=1e-3, generator="projections", add_to_outputs=False)
+        alignment = alignattn.align(bert, "mmd", weight=1.0, layers=0, generator="projections", add_to_outputs=False)
         with torch.autocast("cpu", dtype=torch.float16, enabled=dtype == torch.float16):
             bert(**batch)
         bert.zero_grad()
         (alignment.loss() * 65536).backward()  # as a gradient scaler does
         found[dtype] = bert.bert.encoder.layer[0].attention.self.key.weight.grad / 65536
         alignment.detach()
-    torch.testing.assert_close(
-        found[torch.float16], found[torch.float32], rtol=0.05, atol=1e-3 * found[torch.float32].abs().max().item()
-    )
+    off = (found[torch.float16] - found[torch.float32]).norm() / found[torch.float32].norm()
+    assert off < 0.02

@@ -79,8 +79,8 @@ class Objective:
         query, key = torch.stack([r.query for r in records]), torch.stack([r.key for r in records])
         query_mask, key_mask = (_stack_masks([getattr(r, m) for r in records]) for m in ("query_mask", "key_mask"))
         names = [r.name for r in records]
-        masks = (query_mask, key_mask) if self.matcher.config.mask_padding else (None, None)
-        check.submit(names, _finite(query, masks[0]) & _finite(key, masks[1]))
+        counted = self.matcher.counted
+        check.submit(names, _finite(query, counted(query_mask)) & _finite(key, counted(key_mask)))
         losses = self.matcher(query, key, query_mask, key_mask, names)  # (l, b, h)
         return list(losses.mean(1).unbind())
 
@@ -165,7 +165,11 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        handed = (g * (outer[0] * f).to(g.dtype) for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True))
+        # In fp32 at least: a gradient scaler's factor alone may be more than fp16 can hold.
+        handed = (
+            (g.to(torch.promote_types(g.dtype, torch.float32)) * (outer[0] * f)).to(g.dtype)
+            for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True)
+        )
         return None, None, None, *handed
 
 

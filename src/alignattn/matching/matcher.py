@@ -90,6 +90,10 @@ class Matcher(nn.Module):
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
 
+    def counted(self, mask: Tensor | None) -> Tensor | None:
+        """The mask, where padding is told from tokens at all."""
+        return mask if self.config.mask_padding else None
+
     def bank(self, name: str, width: int) -> int:
         """Calls can be stacked only if their networks lie in one bank."""
         return self.rows[name, width][0]
@@ -105,7 +109,7 @@ class Matcher(nn.Module):
     ) -> Float[Tensor, "l b h"]:
         """One loss per problem, for `l` calls made by the layers `names`."""
         layers, samples = query.shape[:2]
-        masks = [None if m is None or not self.config.mask_padding else m.flatten(0, 1) for m in (query_mask, key_mask)]
+        masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
         blanked = [blank_padding(t.flatten(0, 1), m) for t, m in zip((query, key), masks, strict=True)]
         if isinstance(self.config, NetworkConfig) and self.config.standardise:
             blanked = list(standardise(blanked[0], blanked[1], masks[0], masks[1]))

@@ -81,14 +81,14 @@ def test_degenerate_queries_and_keys_make_no_nan(dtype, method, preset, case):
 
 
 def test_gradients_that_would_vanish_in_fp16_reach_the_projections(bert, batch):
-    """Long queries have short gradients: unscaled, these are 1e-7, of which fp16 keeps a bit or none."""
+    """Long queries have short gradients: unscaled, fp16 would round them by seven percent."""
     del batch["labels"]
     bert.eval()
     for layer in bert.bert.encoder.layer:
         layer.attention.self.train()
         layer.attention.self.dropout.p = 0.0
         for projection in (layer.attention.self.query, layer.attention.self.key):
-            projection.weight.data *= 1e4
+            projection.weight.data *= 1e5
     found = {}
     for dtype in (torch.float32, torch.float16):
         alignment = alignattn.align(bert, "mmd", weight=1.0, layers=0, generator="projections", add_to_outputs=False)
@@ -99,4 +99,4 @@ def test_gradients_that_would_vanish_in_fp16_reach_the_projections(bert, batch):
         found[dtype] = bert.bert.encoder.layer[0].attention.self.key.weight.grad / 65536
         alignment.detach()
     off = (found[torch.float16] - found[torch.float32]).norm() / found[torch.float32].norm()
-    assert off < 0.02
+    assert off < 0.01

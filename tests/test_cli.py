@@ -14,10 +14,15 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_demo_trains_soft_attention_and_the_four_methods(capsys):
-    assert cli.main(["demo", "--seeds", "1", "--steps", "2"]) == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:6]]
+def test_demo_trains_soft_attention_and_the_four_methods(capsys, tmp_path):
+    assert cli.main(["demo", "--seeds", "1", "--steps", "2", "--workers", "1", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[0] for line in out.splitlines()[4:9]]
     assert rows == ["soft", "gan", "ot", "ct", "mmd"]
+    assert len(list((tmp_path / "digits").glob("*.json"))) == 5
+    assert (tmp_path / "table.txt").read_text() in out
+    for picture in ("clouds.png", "reliability.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("arguments", [[], ["dmeo"], ["demo", "--seeds", "0"], ["demo", "--steps", "many"]])

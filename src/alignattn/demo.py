@@ -1,135 +1,110 @@
 """What alignment does, in two minutes and without a download: a small vision transformer on handwritten digits.
 
-Soft attention and the four methods start from the same weights and see the same batches. The digits come with
-scikit-learn.
+Soft attention and the four methods start from the same weights and see the same batches, from several seeds. It is the
+recipe `digits`, run, compared and drawn: what it prints, its result files say.
 """
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from alignattn.alignment import align
+from alignattn import plots
 from alignattn.capture import QueryKey, Tap
-from alignattn.config import METHODS
-from alignattn.functional import mmd
-from alignattn.models.vision import VisionTransformer
+from alignattn.errors import AlignmentError
+from alignattn.experiments import recipe as recipes
+from alignattn.experiments.compare import Comparison, compare
+from alignattn.experiments.pool import processes
+from alignattn.experiments.recipe import Run
+from alignattn.experiments.runner import carry_out, one_after_another, sweep
+from alignattn.experiments.settings import SOFT
+from alignattn.experiments.tables import text
+from alignattn.experiments.tasks.digits import Digits
+from alignattn.experiments.training import Place, Trained, train
+from alignattn.results import Result, write_whole
 
-BATCH = 64
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One training run."""
-
-    method: str
-    accuracy: float  # percent, held-out digits
-    noisy_accuracy: float  # percent, the same with Gaussian noise
-    discrepancy: float  # unbiased squared MMD of keys and queries, median bandwidth, mean over heads and layers
-    seconds: float  # of training
+SHOWN = "mmd"  # beside soft attention, in the pictures
+CLOUD = 400  # tokens of each cloud
 
 
-def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images in [0, 1] and labels, for training and for testing."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise SystemExit("The demo needs scikit-learn: pip install 'alignattn[demo]'") from error
-    images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    x = torch.tensor(images, dtype=torch.float32).view(-1, 8, 8)[order] / 16
-    y = torch.tensor(labels)[order]
-    return x[:1297], y[:1297], x[1297:], y[1297:]
+def run(out: Path, *, seeds: int = 5, steps: int | None = None, workers: int | None = None) -> str:
+    """Train, compare and draw; leaves everything in a folder and returns what there is to say."""
+    train_settings = {} if steps is None else {"steps": steps}
+    recipe = recipes.load("digits", [{"seeds": seeds, "train": train_settings}])
+    # One thread each: products this small only wait for a second one.
+    place = Place(device="cpu", threads=1, command=_command(seeds, steps))
+    workers = workers or min(2, os.cpu_count() or 1)
+    plan = sweep(recipe, place, out)
+    outcome = carry_out(plan, processes(workers) if workers > 1 else one_after_another)
+    if outcome.failed and not outcome.finished:
+        raise AlignmentError(f"Every run failed. The first: {outcome.failed[0].error}")
+    comparisons = compare([*outcome.finished, *outcome.failed])
+    table = text(comparisons)
+    write_whole(out / "table.txt", table)
+    pictures = _draw(out, recipe.runs(), place, outcome.finished)
+    files = "\n".join(f"  {path}" for path in (out / recipe.name, out / "table.txt", *pictures))
+    return "\n".join([table, in_words(comparisons[0]), "", "Left behind:", files])
 
 
-def train(method: str, *, seed: int, steps: int) -> Outcome:
-    """Train one model, soft attention or aligned, and measure it."""
-    images, labels, test_images, test_labels = digits()
-    torch.manual_seed(seed)
-    model = VisionTransformer()
-    alignment = None if method == "soft" else align(model, method)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    batches = _batches(len(labels), seed)
-    start = time.perf_counter()
-    for _ in range(steps):
-        batch = next(batches)
-        loss = F.cross_entropy(model(images[batch]), labels[batch])
-        if alignment is not None:
-            loss = loss + alignment.loss()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    seconds = time.perf_counter() - start
-    if alignment is not None:
-        alignment.detach()
-    model.eval()
-    noise = torch.randn(test_images.shape, generator=torch.Generator().manual_seed(1)) * 0.3
-    return Outcome(
-        method=method,
-        accuracy=_accuracy(model, test_images, test_labels),
-        noisy_accuracy=_accuracy(model, test_images + noise, test_labels),
-        discrepancy=discrepancy(model, test_images),
-        seconds=seconds,
-    )
+def in_words(comparison: Comparison) -> str:
+    """What the table shows, and no more."""
+    lines = []
+    for name, good, bad in (
+        ("accuracy", "more accurate", "less accurate"),
+        ("accuracy@noisy", "more accurate on noisy digits", "less accurate on noisy digits"),
+        ("ece", "better calibrated", "worse calibrated"),
+        ("mmd", "keys and queries closer together", "keys and queries further apart"),
+    ):
+        for verdict, words in (("better", good), ("worse", bad)):
+            differences = {row.method: row.cells[name].difference for row in comparison.rows if name in row.cells}
+            told = [method for method, d in differences.items() if d is not None and d.verdict == verdict]
+            if told:
+                lines.append(f"  {words} than soft attention: {', '.join(told)}")
+    if not lines:
+        return "With these seeds nothing can be told apart from soft attention."
+    return "\n".join(["What the tests above tell:", *lines, "Of the rest these runs cannot tell."])
+
+
+def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> list[Path]:
+    """Clouds of keys and queries, and reliability, of soft attention and one method from the first seed."""
+    seed = runs[0].seed
+    shown = [run for method in (SOFT, SHOWN) for run in runs if run.method == method and run.seed == seed]
+    trained = {run.method: train(run, place) for run in shown}  # results keep no weights: a moment's work again
+    head = _widest_gap(next(r for r in results if r.method == SOFT and r.seed == seed))
+    titles = {run.method: run.method if run.weight is None else f"{run.method} {run.weight:g}" for run in shown}
+    clouds = {f"{titles[m]}: {head[0]}, head {head[1]}": _cloud(t, *head) for m, t in trained.items()}
+    bins = {
+        titles[result.method]: result.details["reliability"]
+        for result in sorted(results, key=lambda result: result.method != SOFT)
+        if result.seed == seed and result.method in titles
+    }
+    pictures = {"clouds.png": plots.clouds(clouds), "reliability.png": plots.reliability(bins)}
+    for name, figure in pictures.items():
+        plots.save(figure, out / name)
+    return [out / name for name in pictures]
+
+
+def _widest_gap(soft: Result) -> tuple[str, int]:
+    """The head in which soft attention leaves keys and queries furthest apart."""
+    gaps = {(layer, head): gap for layer, heads in soft.details["mmd"].items() for head, gap in enumerate(heads)}
+    return max(gaps, key=lambda place: gaps[place])
 
 
 @torch.no_grad()
-def discrepancy(model: torch.nn.Module, images: Tensor) -> float:
-    """How far apart keys and queries are."""
-    values: list[Tensor] = []
-
-    def measure(record: QueryKey) -> None:
-        values.append(mmd(record.query, record.key, query_mask=record.query_mask, key_mask=record.key_mask).mean())
-
-    tap = Tap(model, watch=measure, always=True)
+def _cloud(trained: Trained, layer: str, head: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one head on held-out digits."""
+    found: list[QueryKey] = []
+    tap = Tap(trained.model, watch=found.append, always=True, layers=layer)
     try:
-        model(images)
+        assert isinstance(trained.task, Digits)
+        trained.model(trained.task.test_images)
     finally:
         tap.remove()
-    return float(torch.stack(values).mean())
+    query, key = (side[:, head].flatten(0, 1) for side in (found[0].query, found[0].key))
+    chosen = torch.randperm(len(query), generator=torch.Generator().manual_seed(0))[:CLOUD]
+    return query[chosen], key[chosen]
 
 
-def run(*, seeds: int = 3, steps: int = 150) -> str:
-    """Train all methods and return a table of means over seeds."""
-    torch.set_num_threads(1)  # products this small only wait for a second thread
-    methods = ["soft", *METHODS]
-    outcomes: dict[str, list[Outcome]] = {method: [] for method in methods}
-    with tqdm(total=len(methods) * seeds, unit="run") as bar:
-        for seed in range(seeds):
-            for method in methods:
-                bar.set_description(method)
-                outcomes[method].append(train(method, seed=seed, steps=steps))
-                bar.update()
-    lines = [
-        f"{'attention':<10}{'accuracy %':>14}{'noisy digits %':>16}{'MMD² of keys, queries':>24}{'time / soft':>13}"
-    ]
-    soft_seconds = sum(o.seconds for o in outcomes["soft"])
-    for method, runs in outcomes.items():
-        clean, noisy = _spread([o.accuracy for o in runs]), _spread([o.noisy_accuracy for o in runs])
-        gap = sum(o.discrepancy for o in runs) / len(runs)
-        slower = sum(o.seconds for o in runs) / soft_seconds
-        lines.append(f"{method:<10}{clean:>14}{noisy:>16}{gap:>24.4f}{slower:>13.2f}")
-    note = (
-        f"{seeds} seeds, {steps} steps of {BATCH}; mean ± deviation; the MMD is unbiased and zero for one distribution"
-    )
-    return "\n".join([*lines, note])
-
-
-def _batches(count: int, seed: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(count, generator=generator).split(BATCH)[:-1]
-
-
-@torch.no_grad()
-def _accuracy(model: torch.nn.Module, images: Tensor, labels: Tensor) -> float:
-    return 100 * float((model(images).argmax(-1) == labels).float().mean())
-
-
-def _spread(values: list[float]) -> str:
-    tensor = torch.tensor(values)
-    return f"{tensor.mean():.1f} ± {tensor.std(correction=1) if len(values) > 1 else 0.0:.1f}"
+def _command(seeds: int, steps: int | None) -> str:
+    return f"alignattn demo --seeds {seeds}" + ("" if steps is None else f" --steps {steps}")

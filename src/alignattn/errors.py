@@ -37,6 +37,10 @@ class NonFiniteError(AlignmentError, FloatingPointError):
     """NaN or infinity in queries or keys."""
 
 
+class DataError(AlignmentError, ValueError):
+    """A data file that is missing or cannot be read as what it should be."""
+
+
 class AlignmentWarning(UserWarning):
     """Something works but surely not as it was meant."""
 

@@ -43,7 +43,7 @@ class Socket:
     can_stand_in: ClassVar[bool] = True
 
     @classmethod
-    def find(cls, model: nn.Module) -> list[Site]:  # noqa: ARG003
+    def find(cls, model: nn.Module) -> list[Site]:
         """The modules of the model that this socket can reach."""
         raise TypeError(f"{cls.__name__} must define find().")
 

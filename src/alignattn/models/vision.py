@@ -14,9 +14,10 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patch = patch
         self.embed = nn.Linear(patch * patch, width)
-        self.position = nn.Parameter(torch.randn(1, (side // patch) ** 2, width) * 0.02)
-        block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        # Places weigh as much as patches: with the usual 0.02 it takes the model most of its training to tell them.
+        self.position = nn.Parameter(torch.randn(1, (side // patch) ** 2, width) * 0.5)
+        block = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(block, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.classify = nn.Linear(width, classes)
 
     def forward(self, images: Float[Tensor, "b side side"]) -> Float[Tensor, "b classes"]:

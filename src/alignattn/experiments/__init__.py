@@ -1,0 +1,1 @@
+"""Experiments: recipe ─▶ runner ─▶ result files ─▶ compare."""

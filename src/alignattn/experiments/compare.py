@@ -1,0 +1,233 @@
+"""Comparison of results: each kind of attention beside soft attention and beside the paper, paired over seeds.
+
+Results that differ in data, model or training are never compared: each such group is a table of its own.
+"""
+
+import json
+import math
+import statistics as plain
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from alignattn.errors import ConfigError, DataError, unknown
+from alignattn.experiments.paper import PaperValue, paper_value
+from alignattn.experiments.settings import SOFT
+from alignattn.experiments.statistics import Difference, holm, paired
+from alignattn.results import METRICS, Metric, Result
+
+DERIVED = ("step_ratio",)  # made here, of two results
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One metric of one kind of attention."""
+
+    mean: float
+    deviation: float  # between seeds; NaN with one
+    seeds: int
+    paper: PaperValue | None = None
+    difference: Difference | None = None  # to soft attention
+    p_holm: float = math.nan  # the difference's p, adjusted for the number of kinds in the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of attention."""
+
+    label: str
+    method: str
+    preset: str | None
+    weight: float | None
+    seeds: tuple[int, ...]
+    failed: tuple[str, ...]  # first lines of the errors
+    cells: Mapping[str, Cell]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One table: everything about it but the kind of attention is the same."""
+
+    name: str
+    model: str
+    description: str
+    metrics: tuple[str, ...]
+    rows: tuple[Row, ...]
+    paper: str = ""  # the table that the paper's values come from, and its model
+    commands: tuple[str, ...] = ()
+
+    @property
+    def tests(self) -> int:
+        """How many tests were made."""
+        cells = (cell for row in self.rows for cell in row.cells.values())
+        return sum(cell.difference is not None and not math.isnan(cell.difference.p) for cell in cells)
+
+
+@dataclass
+class _Kind:
+    """The results of one kind of attention, by seed."""
+
+    results: dict[int, Result] = field(default_factory=dict)
+    failed: dict[int, Result] = field(default_factory=dict)
+
+    def any(self) -> Result:
+        return next(iter((self.results or self.failed).values()))
+
+
+def compare(results: Iterable[Result], metrics: Sequence[str] | None = None) -> list[Comparison]:
+    """One table for each group of comparable results; `metrics` are those to show, else what the recipe reports."""
+    groups: dict[str, dict[str, _Kind]] = {}
+    for result in sorted(results, key=lambda result: result.finished):  # of two that are alike the newer counts
+        kind = groups.setdefault(_group(result), {}).setdefault(_kind(result), _Kind())
+        into, other = (kind.failed, kind.results) if result.failed else (kind.results, kind.failed)
+        into[result.seed] = result
+        other.pop(result.seed, None)
+    if not groups:
+        raise DataError("There are no results to compare.")
+    names = _names(groups)
+    ordered = sorted(groups, key=lambda group: names[group])
+    return [_compare(names[group], list(groups[group].values()), metrics) for group in ordered]
+
+
+def metric(name: str) -> Metric:
+    """How to read a metric, also one on other data: "accuracy@noisy"."""
+    base, _, on = name.partition("@")
+    if base not in METRICS:
+        raise unknown("metric", name, METRICS)
+    found = METRICS[base]
+    return replace(found, label=f"{found.label}, {on}") if on else found
+
+
+def _compare(name: str, kinds: list[_Kind], wanted: Sequence[str] | None) -> Comparison:
+    kinds = sorted(kinds, key=lambda kind: _order(kind.any()))
+    first = kinds[0].any()
+    measured = {name for kind in kinds for result in kind.results.values() for name in result.metrics}
+    soft = next((kind for kind in kinds if kind.any().method == SOFT), None)
+    metrics = tuple(wanted or first.recipe.get("report") or ("accuracy",))
+    for one in metrics:
+        if measured and one not in measured and one not in DERIVED:
+            raise ConfigError(f"{name} has no metric {one!r}. It has: {', '.join(sorted(measured))}, step_ratio.")
+    reference = first.recipe.get("paper")
+    rows = _rows(kinds, soft, metrics, reference)
+    source = f"{reference['table']}:{reference.get('model', '')}".rstrip(":") if reference else ""
+    commands = tuple(dict.fromkeys(result.command for kind in kinds for result in kind.results.values()))
+    model = str(first.recipe.get("model", {}).get("name", ""))
+    return Comparison(name, model, str(first.recipe.get("description", "")), metrics, tuple(rows), source, commands)
+
+
+def _rows(
+    kinds: list[_Kind], soft: _Kind | None, metrics: tuple[str, ...], reference: Mapping[str, Any] | None
+) -> list[Row]:
+    labels = _labels([kind.any() for kind in kinds])
+    columns: dict[str, list[Cell | None]] = {}
+    for one in metrics:
+        cells = [_cell(one, kind, soft, reference) for kind in kinds]
+        adjusted = holm([c.difference.p if c is not None and c.difference is not None else math.nan for c in cells])
+        columns[one] = [None if c is None else replace(c, p_holm=p) for c, p in zip(cells, adjusted, strict=True)]
+    rows = []
+    for i, (kind, label) in enumerate(zip(kinds, labels, strict=True)):
+        result = kind.any()
+        rows.append(
+            Row(
+                label=label,
+                method=result.method,
+                preset=result.preset,
+                weight=result.weight,
+                seeds=tuple(sorted(kind.results)),
+                failed=tuple(f"seed {s}: {str(r.error).splitlines()[0]}" for s, r in sorted(kind.failed.items())),
+                cells={one: cell for one in metrics if (cell := columns[one][i]) is not None},
+            )
+        )
+    return rows
+
+
+def _cell(name: str, kind: _Kind, soft: _Kind | None, reference: Mapping[str, Any] | None) -> Cell | None:
+    values, baseline = _values(name, kind, soft), _values(name, soft, soft) if soft else {}
+    paper = paper_value(reference, name, kind.any().method) if reference else None
+    if not values:
+        return None if paper is None else Cell(math.nan, math.nan, 0, paper)
+    both = sorted(values.keys() & baseline.keys())
+    difference = None
+    if both and kind is not soft:
+        better = metric(name).higher_is_better
+        difference = paired([values[seed] for seed in both], [baseline[seed] for seed in both], better)
+    finite = all(map(math.isfinite, values.values()))
+    deviation = plain.stdev(values.values()) if len(values) > 1 and finite else math.nan
+    return Cell(plain.fmean(values.values()), deviation, len(values), paper, difference)
+
+
+def _values(name: str, kind: _Kind, soft: _Kind | None) -> dict[int, float]:
+    """A metric by seed."""
+    if name != "step_ratio":
+        return {seed: r.metrics[name] for seed, r in kind.results.items() if name in r.metrics}
+    ratios = {}
+    for seed, result in kind.results.items():
+        base = soft.results.get(seed) if soft else None
+        if base is not None and base.times.get("step") and "step" in result.times:
+            ratios[seed] = result.times["step"] / base.times["step"]
+    return ratios
+
+
+def _group(result: Result) -> str:
+    """What must be equal for results to be compared."""
+    decisive = {key: result.recipe.get(key) for key in ("task", "data", "model", "train")}
+    return json.dumps({"name": result.name, **decisive, "inputs": dict(result.inputs)}, sort_keys=True, default=str)
+
+
+def _kind(result: Result) -> str:
+    ramp = result.recipe.get("align", {}).get("ramp", 0.0)
+    alignment = None if result.alignment is None else dict(result.alignment)
+    return json.dumps([result.method, result.preset, result.weight, ramp, alignment], sort_keys=True, default=str)
+
+
+def _order(result: Result) -> tuple[int, str, str, float]:
+    methods = (SOFT, "gan", "ot", "ct", "mmd")
+    place = methods.index(result.method) if result.method in methods else len(methods)
+    return place, result.method, result.preset or "", result.weight or 0.0
+
+
+def _labels(results: list[Result]) -> list[str]:
+    """As short as can be while no two are alike: the method and weight, then the preset, then options that differ."""
+    presets = {result.preset for result in results if result.preset is not None}
+    options = [_options(result) for result in results]
+    labels = []
+    for result, own in zip(results, options, strict=True):
+        parts = [result.method]
+        if result.weight is not None:
+            parts.append(f"{result.weight:g}")
+            if len(presets) > 1:
+                parts.append(str(result.preset))
+            alike = [other for r, other in zip(results, options, strict=True) if r.method == result.method]
+            parts += [f"{k}={v}" for k, v in own.items() if any(other.get(k) != v for other in alike)]
+        labels.append(" ".join(parts))
+    return labels
+
+
+def _options(result: Result) -> dict[str, Any]:
+    """All that is set about an alignment, flat."""
+    if result.alignment is None:
+        return {}
+    flat = {k: v for k, v in result.alignment.items() if k not in ("method", "preset", "weight", "matcher")}
+    flat |= result.alignment.get("matcher", {})
+    return {**flat, "ramp": result.recipe.get("align", {}).get("ramp", 0.0)}
+
+
+def _names(groups: Mapping[str, Mapping[str, _Kind]]) -> dict[str, str]:
+    """The recipes' names, with what sets groups of one name apart."""
+    firsts = {group: next(iter(kinds.values())).any() for group, kinds in groups.items()}
+    names = {}
+    for group, result in firsts.items():
+        alike = [_flat(other.recipe) for other in firsts.values() if other.name == result.name]
+        own = _flat(result.recipe)
+        apart = [f"{k}={v}" for k, v in own.items() if any(other.get(k) != v for other in alike)]
+        names[group] = f"{result.name} ({', '.join(apart)})" if apart else result.name
+    for group, name in list(names.items()):  # equal settings, other data or weights
+        if list(names.values()).count(name) > 1:
+            digest = "/".join(value[:8] for _, value in sorted(firsts[group].inputs.items()))
+            names[group] = f"{name} [inputs {digest}]"
+    return names
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    tables = {key: recipe.get(key) or {} for key in ("data", "model", "train")}
+    return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}

@@ -1,0 +1,101 @@
+"""What a recipe can set about training and alignment, with every default; a task adds its own data and model."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from alignattn.config import METHODS, PRESETS, AlignmentConfig, check_weight, resolve
+from alignattn.errors import ConfigError, unknown
+
+SOFT = "soft"
+PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("linear", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How a model is trained: AdamW, a rate that warms up and falls, one batch a step."""
+
+    steps: int | None = None  # or `epochs`
+    epochs: float | None = None
+    batch: int = 32
+    rate: float = 5e-5  # AdamW's, at its height
+    schedule: str = "linear"  # after the warm-up: down to zero, or "constant"
+    warmup: float = 0.06  # below 1 a share of the steps, from 1 on a number of them
+    weight_decay: float = 0.01
+    clip: float = 1.0  # of the gradient's norm; 0: none
+    precision: str = "fp32"  # or "bf16", "fp16": autocast
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError("train needs steps or epochs, one of the two.")
+        for name in ("steps", "epochs", "batch", "rate"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"train.{name} must be > 0, got {value}.")
+        for name in ("warmup", "weight_decay", "clip"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"train.{name} must be >= 0, got {value}.")
+        if self.schedule not in SCHEDULES:
+            raise unknown("train.schedule", self.schedule, SCHEDULES)
+        if self.precision not in PRECISIONS:
+            raise unknown("train.precision", self.precision, PRECISIONS)
+
+    def steps_for(self, samples: int) -> int:
+        """Training steps with that many samples; an epoch ends with whole batches."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, math.ceil(self.epochs * max(1, samples // self.batch)))
+
+    def factor(self, step: int, steps: int) -> float:
+        """The rate of step 0, 1, ... as a share of `rate`."""
+        warmup = self.warmup if self.warmup >= 1 else self.warmup * steps
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.schedule == "constant":
+            return 1.0
+        return max(0.0, (steps - step) / max(1.0, steps - warmup))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignSettings:
+    """Which kinds of attention are trained, and how alignment is set."""
+
+    methods: tuple[str, ...] = (SOFT, *METHODS)
+    weights: tuple[float, ...] = ()  # each method with each; none: the preset's own
+    preset: str = "stable"
+    ramp: float = 0.0  # share of the steps over which the weight grows from zero
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `align`, for every method
+    gan: Mapping[str, Any] = field(default_factory=dict)  # for one method alone
+    ot: Mapping[str, Any] = field(default_factory=dict)
+    ct: Mapping[str, Any] = field(default_factory=dict)
+    mmd: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ConfigError("align.methods names no method.")
+        for method in self.methods:
+            if method not in (SOFT, *METHODS):
+                raise unknown("method", method, (SOFT, *METHODS))
+        for name in ("methods", "weights"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ConfigError(f"align.{name} names one twice: {', '.join(map(str, getattr(self, name)))}.")
+        if self.preset not in PRESETS:
+            raise unknown("preset", self.preset, PRESETS)
+        if not 0 <= self.ramp <= 1:
+            raise ConfigError(f"align.ramp must be between 0 and 1, got {self.ramp}.")
+        for weight in self.weights:
+            check_weight(weight)
+        for method in METHODS:  # also those that this recipe leaves out: the command line may name them
+            self.config(method, None)
+
+    def options_for(self, method: str) -> dict[str, Any]:
+        """The options that `align` is given for a method."""
+        return {**self.options, **getattr(self, method)}
+
+    def config(self, method: str, weight: float | None) -> AlignmentConfig | None:
+        """Everything about the alignment of one run; None for soft attention."""
+        return None if method == SOFT else resolve(method, weight, self.preset, self.options_for(method))

@@ -1,0 +1,11 @@
+"""What can be trained: one file a task. A new one is a class in a file, and a line here."""
+
+from collections.abc import Mapping
+
+from alignattn.experiments.tasks.digits import Digits
+from alignattn.experiments.tasks.task import Task
+from alignattn.experiments.tasks.text import TextClassification
+
+TASKS: Mapping[str, type[Task]] = {"digits": Digits, "text": TextClassification}
+
+__all__ = ["TASKS", "Task"]

@@ -1,0 +1,73 @@
+"""Task: what the runner asks of an experiment. It owns the data; models are made anew for each run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from alignattn.experiments.settings import TrainSettings
+
+
+@dataclass
+class Measured:
+    """What an evaluation brings: numbers for tables, and details for pictures."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """Data read, ready to train models on. Everything random comes from the seeds that its methods are given, or,
+    for a model's first weights, from torch's global generator, which the runner seeds.
+    """
+
+    data_settings: ClassVar[type]
+    model_settings: ClassVar[type]
+
+    def __init__(
+        self, data: Any, model: Any, train: TrainSettings, *, data_dir: Path | None, device: torch.device
+    ) -> None:
+        self.data, self.model, self.train, self.device = data, model, train, device
+
+    @classmethod
+    @abstractmethod
+    def inputs(cls, data: Any, model: Any, data_dir: Path | None) -> Mapping[str, str]:
+        """SHA-256 of every file that decides the outcome; a DataError names what is missing."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Of the training data."""
+
+    @property
+    @abstractmethod
+    def evaluation_samples(self) -> int:
+        """That an evaluation runs through."""
+
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """A model to train, on the device."""
+
+    @abstractmethod
+    def batches(self, seed: int) -> Iterator[Any]:
+        """Training batches without end, on the device; the same ones for the same seed."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The task's own loss."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> Measured:
+        """Everything that is measured of a trained model, in eval mode and without gradients."""
+
+
+def shuffled(samples: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Indices of whole batches, epoch after epoch, each in an order of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(batch, samples)
+    while True:
+        yield from torch.randperm(samples, generator=generator)[: samples // size * size].split(size)

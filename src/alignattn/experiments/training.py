@@ -1,0 +1,216 @@
+"""One run, from its settings to its result: trains a model with one kind of attention and measures it.
+
+Soft and aligned runs of one seed start from the same weights, see the same batches and draw the same dropout, since
+alignment leaves torch's global generator alone: their difference is alignment's doing.
+"""
+
+import functools
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignattn.alignment import Alignment, align
+from alignattn.config import Ramp
+from alignattn.errors import NonFiniteError
+from alignattn.experiments import provenance
+from alignattn.experiments.recipe import Run
+from alignattn.experiments.tasks import TASKS, Task
+from alignattn.results import Result
+
+LOOKS = 50  # how often at most, over a run, losses are looked at and the time is taken
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Progress = Callable[[int], object]  # is told how many steps were done since it was last called
+
+
+def nobody(steps: int) -> None:
+    """Progress that is told to nobody."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run happens."""
+
+    data_dir: Path | None = None
+    device: str = "auto"  # "auto": an accelerator if there is one; or "cpu", "cuda", "cuda:1"
+    threads: int | None = None  # of torch on the CPU; None: as it is
+    command: str = ""  # the command that asked for it
+
+    def torch_device(self) -> torch.device:
+        """The device."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+
+def execute(run: Run, place: Place, inputs: Mapping[str, str], progress: Progress = nobody) -> Result:
+    """Train and measure; an error becomes a result that tells it."""
+    memory = provenance.PeakMemory(place.torch_device())
+    outcome: dict[str, Any]
+    try:
+        outcome = measure(train(run, place, progress))
+    except Exception as error:  # noqa: BLE001  # one run's failure, whatever it is, must not cost the others
+        outcome = {"error": _told(error)}
+    return _result(run, place, inputs, **outcome, peak_memory=memory.read())
+
+
+def lost(run: Run, place: Place, inputs: Mapping[str, str], why: str) -> Result:
+    """The result of a run whose process died."""
+    return _result(run, place, inputs, error=f"The process {why}.")
+
+
+def _result(run: Run, place: Place, inputs: Mapping[str, str], **outcome: Any) -> Result:
+    config = run.recipe.align.config(run.method, run.weight)
+    return Result(
+        name=run.recipe.name,
+        recipe=run.recipe.settings(),
+        method=run.method,
+        preset=None if config is None else config.preset,
+        weight=run.weight,
+        reduction=None if config is None else config.reduction,
+        alignment=None if config is None else asdict(config),
+        seed=run.seed,
+        **outcome,
+        inputs=inputs,
+        versions=provenance.versions(),
+        commit=provenance.commit(),
+        machine=provenance.machine(place.torch_device()),
+        command=place.command,
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+@dataclass
+class Trained:
+    """A trained model, its task, and how the training went."""
+
+    task: Task
+    model: nn.Module
+    curve: list[tuple[int, float, float]]  # step, the task's loss, alignment's with its weight
+    seconds: float
+    step_seconds: float  # median
+
+
+def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | None = None) -> Trained:
+    """The training alone; the model comes back plain, in eval mode. `limit` ends it early, for a look at its pace."""
+    if place.threads is not None:
+        torch.set_num_threads(place.threads)
+    task = task_of(run, place)
+    torch.manual_seed(run.seed)
+    model = task.make_model().train()
+    alignment = _aligned(run, task, model)
+    try:
+        curve, seconds, step_seconds = _loop(run, task, model, alignment, progress, limit)
+    finally:
+        if alignment is not None:
+            alignment.detach()
+    return Trained(task, model.eval(), curve, seconds, step_seconds)
+
+
+def measure(trained: Trained) -> dict[str, Any]:
+    """The fields of a result that tell the outcome."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        measured = trained.task.evaluate(trained.model)
+    curve = [[step, round(task, 5), round(align, 5)] for step, task, align in trained.curve]
+    return {
+        "metrics": measured.metrics,
+        "details": {**measured.details, "curve": curve},
+        "times": {
+            "train": round(trained.seconds, 4),
+            "step": round(trained.step_seconds, 7),
+            "evaluate": round(time.perf_counter() - start, 4),
+        },
+    }
+
+
+def task_of(run: Run, place: Place) -> Task:
+    """The task with its data read; the last one is kept, since runs of one recipe follow each other."""
+    recipe = run.recipe
+    return _task(recipe.task, recipe.data, recipe.model, recipe.train, place.data_dir, place.torch_device())
+
+
+@functools.lru_cache(maxsize=1)
+def _task(name: str, data: Any, model: Any, train: Any, data_dir: Path | None, device: torch.device) -> Task:
+    return TASKS[name](data, model, train, data_dir=data_dir, device=device)
+
+
+def _aligned(run: Run, task: Task, model: nn.Module) -> Alignment | None:
+    settings = run.recipe.align
+    if run.weight is None:
+        return None
+    ramp = round(settings.ramp * run.recipe.train.steps_for(task.samples))
+    weight = Ramp(run.weight, ramp) if ramp else run.weight
+    options = {**settings.options_for(run.method), "add_to_outputs": False}
+    return align(model, run.method, weight, settings.preset, **options)
+
+
+def _loop(
+    run: Run, task: Task, model: nn.Module, alignment: Alignment | None, progress: Progress, limit: int | None
+) -> tuple[list[tuple[int, float, float]], float, float]:
+    settings, device = run.recipe.train, task.device
+    steps = settings.steps_for(task.samples)
+    optimizer = torch.optim.AdamW(
+        _decayed_apart(model, settings.weight_decay), lr=settings.rate, fused=device.type == "cuda"
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.factor(step, steps))
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
+    batches = task.batches(run.seed)
+    last = steps if limit is None else min(steps, limit)
+    every = max(1, last // LOOKS)
+    curve, laps = [], []
+    start = lap = time.perf_counter()
+    for step in range(1, last + 1):
+        with torch.autocast(device.type, DTYPES.get(settings.precision), enabled=settings.precision in DTYPES):
+            loss = task.loss(model, next(batches))
+            term = torch.zeros((), device=device) if alignment is None else alignment.loss()
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss + term).backward()
+        if settings.clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        if step % every == 0 or step == last:
+            curve.append((step, *_finite(step, loss, term)))  # waits for the device: a time taken here is a true one
+            now = time.perf_counter()
+            done = step - (curve[-2][0] if len(curve) > 1 else 0)
+            laps.append((now - lap) / done)
+            lap = now
+            progress(done)
+    steady = laps[1:] or laps  # the first lap has the warming up in it
+    return curve, time.perf_counter() - start, median(steady)
+
+
+def _decayed_apart(model: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: weight decay is for matrices, not for biases and norms."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in learned if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in learned if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _finite(step: int, loss: Tensor, term: Tensor) -> tuple[float, float]:
+    values = torch.stack([loss.detach().double(), term.detach().double()]).tolist()
+    for name, value in zip(("the task's loss", "the alignment term"), values, strict=True):
+        if not math.isfinite(value):
+            raise NonFiniteError(f"At step {step} {name} is {value}.")
+    return values[0], values[1]
+
+
+def _told(error: Exception) -> str:
+    """What happened and where, without the folders of this machine."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-4:]]
+    return f"{type(error).__name__}: {error}\n  at " + " < ".join(reversed(where))

@@ -110,11 +110,19 @@ class _Worker:
 
 def _work(connection: Connection, place: Place, inputs: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
-    try:
-        while True:
-            connection.send(execute(connection.recv(), place, inputs, connection.send))
-    except (EOFError, OSError):  # the parent is gone, killed perhaps: nobody waits for a result
-        os._exit(1)
+
+    def tell(what: Any) -> None:
+        try:
+            connection.send(what)
+        except OSError:  # the parent is gone, killed perhaps: nobody waits for a result
+            os._exit(1)
+
+    while True:
+        try:
+            run = connection.recv()
+        except EOFError:
+            return
+        tell(execute(run, place, inputs, tell))
 
 
 def _device(place: Place, worker: int) -> str:

@@ -69,6 +69,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
+            torch.cuda.init()  # else, in a process that has not used it yet, there are no statistics to reset
             torch.cuda.reset_peak_memory_stats(device)
         else:
             self.fresh = _forget_peak()

@@ -54,13 +54,13 @@ class Place:
 
 def execute(run: Run, place: Place, inputs: Mapping[str, str], progress: Progress = nobody) -> Result:
     """Train and measure; an error becomes a result that tells it."""
-    memory = provenance.PeakMemory(place.torch_device())
     outcome: dict[str, Any]
     try:
-        outcome = measure(train(run, place, progress))
+        memory = provenance.PeakMemory(place.torch_device())
+        outcome = {**measure(train(run, place, progress)), "peak_memory": memory.read()}
     except Exception as error:  # noqa: BLE001  # one run's failure, whatever it is, must not cost the others
         outcome = {"error": _told(error)}
-    return _result(run, place, inputs, **outcome, peak_memory=memory.read())
+    return _result(run, place, inputs, **outcome)
 
 
 def lost(run: Run, place: Place, inputs: Mapping[str, str], why: str) -> Result:

@@ -73,13 +73,8 @@ def seeds_needed(effect: float) -> int | None:
     """
     if effect == 0 or not math.isfinite(effect):
         return None
-    low, high = FEWEST - 1, MOST  # power grows with the number of seeds
-    if _power(effect, high) < POWER:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _power(effect, middle) >= POWER else (middle, high)
-    return high
+    # From below: far beyond the answer scipy's noncentral t gives NaN.
+    return next((count for count in range(FEWEST, MOST + 1) if _power(effect, count) >= POWER), None)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -51,7 +51,7 @@ def clouds(
     Each panel is a t-SNE of its own, of queries and keys together, and has no ticks: directions mean nothing, distances
     little. What can be read off is whether the clouds mix. Fewer than five distinct points are drawn by their principal
     components, and so are all with `method="pca"`. `seed` is that of the jitter t-SNE starts from; equal input gives an
-    equal picture, whatever the number of threads. `axes`, one for each panel, are drawn on if given.
+    equal picture. `axes`, one for each panel, are drawn on if given.
     """
     _matplotlib("clouds()")
     if method not in METHODS:
@@ -144,13 +144,14 @@ def _tsne(points: "Array", seed: int) -> "Array":
         raise AlignmentError(
             "clouds() needs scikit-learn for t-SNE: pip install 'alignattn[demo]', or choose method='pca'."
         ) from error
-    points = points - points.mean(0)
-    points /= abs(points).max()  # t-SNE has no scale, its float32 has
-    start = _principal(points)
-    start = 1e-4 * start / start[:, 0].std() + 1e-5 * np.random.default_rng(seed).standard_normal(start.shape)
-    embedding = TSNE(perplexity=min(30.0, (len(points) - 1) / 3), init=start.astype(np.float32), random_state=seed)
-    with threadpool_limits(1):  # threads add up in the order in which they finish
-        return np.asarray(embedding.fit_transform(points), dtype=np.float64)
+    with threadpool_limits(1):  # several threads add up in no fixed order, and t-SNE makes much of a last digit
+        points = points - points.mean(0)
+        points /= abs(points).max()  # t-SNE has no scale, its float32 has
+        start = _principal(points)
+        start = 1e-4 * start / start[:, 0].std() + 1e-5 * np.random.default_rng(seed).standard_normal(start.shape)
+        perplexity = min(30.0, (len(points) - 1) / 3)
+        tsne = TSNE(perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
+        return np.asarray(tsne.fit_transform(points), dtype=np.float64)
 
 
 def _principal(points: "Array") -> "Array":

@@ -25,7 +25,7 @@ def text(comparisons: Sequence[Comparison]) -> str:
 
 def markdown(comparisons: Sequence[Comparison], level: int = 2) -> str:
     """For documents."""
-    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", _piped)
+    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", piped)
 
 
 def as_csv(comparisons: Sequence[Comparison]) -> str:
@@ -126,7 +126,8 @@ def _aligned(table: Table) -> str:
     return "\n".join([line(table[0]), "  ".join("-" * width for width in widths), *map(line, table[1:])])
 
 
-def _piped(table: Table) -> str:
+def piped(table: Table) -> str:
+    """A table of Markdown."""
     words = ("attention", "metric", "verdict")
     rule = ["---" if head in words else "---:" for head in table[0]]
     return "\n".join(

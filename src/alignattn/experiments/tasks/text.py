@@ -60,7 +60,7 @@ class TextData:
 class TextModel:
     """Which encoder."""
 
-    name: str = "albert/albert-base-v2"  # on the hub, or a folder
+    name: str  # on the hub, or a folder
     dropout: float | None = None  # everywhere in the encoder, attention included; none given: the model's own
     classifier_dropout: float | None = None
 

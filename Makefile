@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test demo lint format fuzz docs models wheel-check clean
+.PHONY: help setup test demo lint format fuzz docs tables models wheel-check clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +57,12 @@ fuzz: $(STAMP) ## run the property tests with 10,000 examples each
 	ALIGNATTN_EXAMPLES=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	  -n logical --maxprocesses 8 tests/test_properties.py $(ARGS)
 
-docs: $(STAMP) ## write docs/options.md anew from the code
+docs: $(STAMP) ## write docs/options.md and docs/recipes.md anew from the code
 	$(BIN)/python tools/option_table.py
+	$(BIN)/python tools/recipe_table.py
+
+tables: $(STAMP) ## write docs/results.md and the README's table from the files in results/
+	$(BIN)/python tools/result_tables.py
 
 models: $(STAMP) ## write docs/models.md, the table of transformers families
 	$(BIN)/python tools/model_table.py $(ARGS)

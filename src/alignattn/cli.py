@@ -82,7 +82,8 @@ def _dry_run(recipe: "Recipe", place: "Place", options: argparse.Namespace) -> i
         plan = runner.sweep(recipe, place, options.out)
         told = runner.estimate(plan)
     except AlignmentError as error:
-        print(f"\nNo estimate of steps and time: {error}")
+        steps = recipe.train.steps or f"{recipe.train.epochs:g} epochs, so many"
+        print(f"\n{steps} steps a run. No estimate of time: {error}")
         return 0
     print(f"\n{told.steps} steps a run; {told.finished} of {told.runs} runs are finished in {options.out}.")
     paces = ", ".join(f"{method} {1000 * seconds:.0f}" for method, seconds in told.step_seconds.items())

@@ -71,9 +71,9 @@ def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> li
     seed = runs[0].seed
     shown = [run for method in (SOFT, SHOWN) for run in runs if run.method == method and run.seed == seed]
     trained = {run.method: train(run, place) for run in shown}  # results keep no weights: a moment's work again
-    head = _widest_gap(next(r for r in results if r.method == SOFT and r.seed == seed))
+    layer, head = _widest_gap(next(r for r in results if r.method == SOFT and r.seed == seed))
     titles = {run.method: run.method if run.weight is None else f"{run.method} {run.weight:g}" for run in shown}
-    clouds = {f"{titles[m]}: {head[0]}, head {head[1]}": _cloud(t, *head) for m, t in trained.items()}
+    clouds = {f"{titles[m]}: layer {layer}, head {head}": _cloud(t, layer, head) for m, t in trained.items()}
     bins = {
         titles[result.method]: result.details["reliability"]
         for result in sorted(results, key=lambda result: result.method != SOFT)
@@ -85,14 +85,15 @@ def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> li
     return [out / name for name in pictures]
 
 
-def _widest_gap(soft: Result) -> tuple[str, int]:
-    """The head in which soft attention leaves keys and queries furthest apart."""
-    gaps = {(layer, head): gap for layer, heads in soft.details["mmd"].items() for head, gap in enumerate(heads)}
+def _widest_gap(soft: Result) -> tuple[int, int]:
+    """Layer and head in which soft attention leaves keys and queries furthest apart."""
+    layers = enumerate(soft.details["mmd"].values())
+    gaps = {(layer, head): gap for layer, heads in layers for head, gap in enumerate(heads)}
     return max(gaps, key=lambda place: gaps[place])
 
 
 @torch.no_grad()
-def _cloud(trained: Trained, layer: str, head: int) -> tuple[Tensor, Tensor]:
+def _cloud(trained: Trained, layer: int, head: int) -> tuple[Tensor, Tensor]:
     """Queries and keys of one head on held-out digits."""
     found: list[QueryKey] = []
     tap = Tap(trained.model, watch=found.append, always=True, layers=layer)

@@ -128,7 +128,7 @@ def _aligned(table: Table) -> str:
 
 def piped(table: Table) -> str:
     """A table of Markdown."""
-    words = ("attention", "metric", "verdict")
+    words = ("attention", "metric", "verdict", "recipe", "")
     rule = ["---" if head in words else "---:" for head in table[0]]
     return "\n".join(
         "| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in [table[0], rule, *table[1:]]

@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from alignattn import demo
-
+    try:
+        from alignattn import demo
+    except ImportError as error:
+        raise AlignmentError(f"The demo needs {error.name}: pip install 'alignattn[demo]'") from error
     print(demo.run(options.out, seeds=options.seeds, steps=options.steps, workers=options.workers))
     return 0
 

@@ -6,6 +6,7 @@ Results that differ in data, model or training are never compared: each such gro
 import json
 import math
 import statistics as plain
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,17 +74,27 @@ class _Kind:
     def any(self) -> Result:
         return next(iter((self.results or self.failed).values()))
 
+    def measured(self) -> set[str]:
+        return {name for result in self.results.values() for name in result.metrics}
+
 
 def compare(results: Iterable[Result], metrics: Sequence[str] | None = None) -> list[Comparison]:
     """One table for each group of comparable results; `metrics` are those to show, else what the recipe reports."""
+    for one in metrics or ():
+        metric(one)  # refuses what is none
     groups: dict[str, dict[str, _Kind]] = {}
-    for result in sorted(results, key=lambda result: result.finished):  # of two that are alike the newer counts
+    for result in sorted(results, key=_age):  # of two that are alike the newer counts
         kind = groups.setdefault(_group(result), {}).setdefault(_kind(result), _Kind())
         into, other = (kind.failed, kind.results) if result.failed else (kind.results, kind.failed)
         into[result.seed] = result
         other.pop(result.seed, None)
     if not groups:
         raise DataError("There are no results to compare.")
+    measured = {name for kinds in groups.values() for kind in kinds.values() for name in kind.measured()}
+    for one in metrics or ():
+        if measured and one not in measured and one not in DERIVED:
+            has = ", ".join([*sorted(measured), *DERIVED])
+            raise ConfigError(f"No result has the metric {one!r}. There are: {has}.")
     names = _names(groups)
     ordered = sorted(groups, key=lambda group: names[group])
     return [_compare(names[group], list(groups[group].values()), metrics) for group in ordered]
@@ -93,26 +104,23 @@ def metric(name: str) -> Metric:
     """How to read a metric, also one on other data: "accuracy@noisy"."""
     base, _, on = name.partition("@")
     if base not in METRICS:
-        raise unknown("metric", name, METRICS)
+        raise unknown("metric", base, METRICS)
     found = METRICS[base]
     return replace(found, label=f"{found.label}, {on}") if on else found
 
 
 def _compare(name: str, kinds: list[_Kind], wanted: Sequence[str] | None) -> Comparison:
     kinds = sorted(kinds, key=lambda kind: _order(kind.any()))
-    first = kinds[0].any()
-    measured = {name for kind in kinds for result in kind.results.values() for name in result.metrics}
     soft = next((kind for kind in kinds if kind.any().method == SOFT), None)
-    metrics = tuple(wanted or first.recipe.get("report") or ("accuracy",))
-    for one in metrics:
-        if measured and one not in measured and one not in DERIVED:
-            raise ConfigError(f"{name} has no metric {one!r}. It has: {', '.join(sorted(measured))}, step_ratio.")
-    reference = first.recipe.get("paper")
+    everything = [result for kind in kinds for result in (*kind.results.values(), *kind.failed.values())]
+    newest = max(everything, key=_age)  # says what is shown: a recipe's report may have changed since the first run
+    metrics = tuple(dict.fromkeys(wanted or newest.recipe.get("report") or ("accuracy",)))
+    reference = newest.recipe.get("paper")
     rows = _rows(kinds, soft, metrics, reference)
     source = f"{reference['table']}:{reference.get('model', '')}".rstrip(":") if reference else ""
     commands = tuple(dict.fromkeys(result.command for kind in kinds for result in kind.results.values()))
-    model = str(first.recipe.get("model", {}).get("name", ""))
-    return Comparison(name, model, str(first.recipe.get("description", "")), metrics, tuple(rows), source, commands)
+    model = str((newest.recipe.get("model") or {}).get("name", ""))
+    return Comparison(name, model, str(newest.recipe.get("description", "")), metrics, tuple(rows), source, commands)
 
 
 def _rows(
@@ -134,7 +142,7 @@ def _rows(
                 preset=result.preset,
                 weight=result.weight,
                 seeds=tuple(sorted(kind.results)),
-                failed=tuple(f"seed {s}: {str(r.error).splitlines()[0]}" for s, r in sorted(kind.failed.items())),
+                failed=tuple(f"seed {s}: {_first_line(r.error)}" for s, r in sorted(kind.failed.items())),
                 cells={one: cell for one in metrics if (cell := columns[one][i]) is not None},
             )
         )
@@ -151,9 +159,14 @@ def _cell(name: str, kind: _Kind, soft: _Kind | None, reference: Mapping[str, An
     if both and kind is not soft:
         better = metric(name).higher_is_better
         difference = paired([values[seed] for seed in both], [baseline[seed] for seed in both], better)
-    finite = all(map(math.isfinite, values.values()))
-    deviation = plain.stdev(values.values()) if len(values) > 1 and finite else math.nan
-    return Cell(plain.fmean(values.values()), deviation, len(values), paper, difference)
+    return Cell(*_mean_and_deviation(list(values.values())), len(values), paper, difference)
+
+
+def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
+    if not all(map(math.isfinite, values)):
+        return sum(values), math.nan  # NaN or infinite, as their mean
+    # Both are exact inside, so that the order is of no account, and no sum overflows.
+    return float(plain.mean(values)), plain.stdev(values) if len(values) > 1 else math.nan
 
 
 def _values(name: str, kind: _Kind, soft: _Kind | None) -> dict[int, float]:
@@ -163,7 +176,9 @@ def _values(name: str, kind: _Kind, soft: _Kind | None) -> dict[int, float]:
     ratios = {}
     for seed, result in kind.results.items():
         base = soft.results.get(seed) if soft else None
-        if base is not None and base.times.get("step") and "step" in result.times:
+        if base is None or base.machine != result.machine:  # times of two machines say nothing about attention
+            continue
+        if base.times.get("step") and "step" in result.times:
             ratios[seed] = result.times["step"] / base.times["step"]
     return ratios
 
@@ -175,41 +190,59 @@ def _group(result: Result) -> str:
 
 
 def _kind(result: Result) -> str:
-    ramp = result.recipe.get("align", {}).get("ramp", 0.0)
-    alignment = None if result.alignment is None else dict(result.alignment)
-    return json.dumps([result.method, result.preset, result.weight, ramp, alignment], sort_keys=True, default=str)
+    alignment = None if result.alignment is None else [dict(result.alignment), _ramp(result)]
+    return json.dumps([result.method, result.preset, result.weight, alignment], sort_keys=True, default=str)
 
 
-def _order(result: Result) -> tuple[int, str, str, float]:
+def _ramp(result: Result) -> float:
+    return float((result.recipe.get("align") or {}).get("ramp", 0.0))
+
+
+def _age(result: Result) -> tuple[str, str]:
+    """Sorts by time; what ended in one second by its content, so that the order of the files is of no account."""
+    content = [result.seed, result.command, result.recipe, result.metrics, result.times, result.error]
+    return result.finished, json.dumps(content, sort_keys=True, default=str)
+
+
+def _order(result: Result) -> tuple[int, str, str, float, str]:
     methods = (SOFT, "gan", "ot", "ct", "mmd")
     place = methods.index(result.method) if result.method in methods else len(methods)
-    return place, result.method, result.preset or "", result.weight or 0.0
+    return place, result.method, result.preset or "", result.weight or 0.0, _kind(result)
 
 
 def _labels(results: list[Result]) -> list[str]:
-    """As short as can be while no two are alike: the method and weight, then the preset, then options that differ."""
+    """The method and weight; the preset where the table has several; options that differ where these are alike."""
     presets = {result.preset for result in results if result.preset is not None}
     options = [_options(result) for result in results]
     labels = []
     for result, own in zip(results, options, strict=True):
         parts = [result.method]
         if result.weight is not None:
-            parts.append(f"{result.weight:g}")
+            short = f"{result.weight:g}"
+            parts.append(short if float(short) == result.weight else str(result.weight))
             if len(presets) > 1:
                 parts.append(str(result.preset))
-            alike = [other for r, other in zip(results, options, strict=True) if r.method == result.method]
-            parts += [f"{k}={v}" for k, v in own.items() if any(other.get(k) != v for other in alike)]
+            # Not those that the presets themselves set otherwise: the preset's name says it.
+            like = (result.method, result.preset)
+            alike = [other for r, other in zip(results, options, strict=True) if (r.method, r.preset) == like]
+            parts += _apart(own, alike)
         labels.append(" ".join(parts))
     return labels
 
 
 def _options(result: Result) -> dict[str, Any]:
-    """All that is set about an alignment, flat."""
+    """All that is set about an alignment, flat, and as it is in a file: no tuples."""
     if result.alignment is None:
         return {}
-    flat = {k: v for k, v in result.alignment.items() if k not in ("method", "preset", "weight", "matcher")}
-    flat |= result.alignment.get("matcher", {})
-    return {**flat, "ramp": result.recipe.get("align", {}).get("ramp", 0.0)}
+    alignment = json.loads(json.dumps(dict(result.alignment), default=str))
+    matcher = alignment.pop("matcher", {})
+    flat = {k: v for k, v in alignment.items() if k not in ("method", "preset", "weight")}
+    return {**flat, **matcher, "ramp": _ramp(result)}
+
+
+def _apart(own: Mapping[str, Any], others: list[dict[str, Any]]) -> list[str]:
+    """What is not the same in all."""
+    return [f"{k}={v}" for k, v in own.items() if any(k not in other or other[k] != v for other in others)]
 
 
 def _names(groups: Mapping[str, Mapping[str, _Kind]]) -> dict[str, str]:
@@ -218,16 +251,23 @@ def _names(groups: Mapping[str, Mapping[str, _Kind]]) -> dict[str, str]:
     names = {}
     for group, result in firsts.items():
         alike = [_flat(other.recipe) for other in firsts.values() if other.name == result.name]
-        own = _flat(result.recipe)
-        apart = [f"{k}={v}" for k, v in own.items() if any(other.get(k) != v for other in alike)]
+        apart = _apart(_flat(result.recipe), alike)
         names[group] = f"{result.name} ({', '.join(apart)})" if apart else result.name
-    for group, name in list(names.items()):  # equal settings, other data or weights
-        if list(names.values()).count(name) > 1:
-            digest = "/".join(value[:8] for _, value in sorted(firsts[group].inputs.items()))
-            names[group] = f"{name} [inputs {digest}]"
+    counts = Counter(names.values())
+    same = {name: [g for g in groups if names[g] == name] for name, count in counts.items() if count > 1}
+    for name, those in same.items():  # equal settings, other data or weights
+        inputs = {group: {k: v[:8] for k, v in sorted(firsts[group].inputs.items())} for group in those}
+        for group, own in inputs.items():
+            apart = _apart(own, list(inputs.values()))
+            names[group] = f"{name} [{', '.join(apart) or 'other inputs'}]"
     return names
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
     tables = {key: recipe.get(key) or {} for key in ("data", "model", "train")}
-    return {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+    flat = {f"{table}.{key}": value for table, values in tables.items() for key, value in values.items()}
+    return {"task": recipe.get("task"), **flat}
+
+
+def _first_line(error: str | None) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

@@ -10,6 +10,7 @@ from alignattn.errors import unknown
 from alignattn.experiments.reading import read_toml
 
 FOLDER = Path(__file__).parent.parent / "paper_values"
+OUT_OF_DOMAIN = ("domain",)  # tables with columns for data that their models were not trained on
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,10 @@ class PaperValue:
 
 
 def paper_value(reference: Mapping[str, Any], metric: str, method: str) -> PaperValue | None:
-    """The cell for a metric and method, or None; `accuracy@mnli` stands in the column of MNLI."""
+    """The cell for a metric and method, or None; out of domain `accuracy@mnli` stands in the column of MNLI."""
     name, _, on = metric.partition("@")
+    if on and reference["table"] not in OUT_OF_DOMAIN:
+        return None  # the column is of models that were trained on that data
     cells = table(reference["table"])["cells"]
     if reference.get("model"):
         cells = cells.get(reference["model"], {})

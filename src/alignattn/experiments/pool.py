@@ -7,6 +7,7 @@ native code) costs its run alone: that is tried once more in a fresh process, th
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -89,7 +90,7 @@ class _Worker:
         except (EOFError, OSError):
             self.process.join()
             code = self.process.exitcode
-            self.last_words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            self.last_words = f"was killed by {_signal(-code)}" if code < 0 else f"ended with {code}"
             progress(-self.steps)
             self.connection.close()
             self.process = self.run = None
@@ -99,6 +100,8 @@ class _Worker:
             progress(message)
             return None
         self.run = None
+        if message.failed:  # some errors of CUDA spoil the process for every run after them
+            self.dismiss()
         return run, message, attempt
 
     def dismiss(self) -> None:
@@ -106,23 +109,26 @@ class _Worker:
             self.process.terminate()
             self.process.join()
             self.connection.close()
+            self.process = None
 
 
 def _work(connection: Connection, place: Place, inputs: Mapping[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends us
-
-    def tell(what: Any) -> None:
-        try:
-            connection.send(what)
-        except OSError:  # the parent is gone, killed perhaps: nobody waits for a result
-            os._exit(1)
-
+    threading.Thread(target=_follow_parent, daemon=True).start()
     while True:
         try:
             run = connection.recv()
-        except EOFError:
+            connection.send(execute(run, place, inputs, connection.send))
+        except (EOFError, OSError):  # the parent is gone
             return
-        tell(execute(run, place, inputs, tell))
+
+
+def _follow_parent() -> None:
+    """If the parent is killed nobody waits for a result: end at once, and leave the accelerator to others."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _device(place: Place, worker: int) -> str:
@@ -130,6 +136,13 @@ def _device(place: Place, worker: int) -> str:
     if place.device in ("auto", "cuda") and torch.cuda.is_available():
         return f"cuda:{worker % torch.cuda.device_count()}"
     return place.device
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {number}"
 
 
 def _cores() -> int:

@@ -12,22 +12,23 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("alignattn", "torch", "transformers", "numpy", "scikit-learn", "torch-geometric", "triton")
+from alignattn import __version__
+
+PACKAGES = ("torch", "transformers", "numpy", "scikit-learn", "torch-geometric", "triton")
+# Within quotes a folder may have spaces; elsewhere one starts at no URL, fraction or relative path.
+_FOLDERS = re.compile(r"""(?<=['"])/[^'"\n]*/(?=[^'"\n/])|(?<![\w.:/…])/(?:[^\s/'"]+/)+(?=[^\s/])""")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 
 @functools.cache
 def versions() -> dict[str, str]:
     """Of Python, of the packages that matter and are installed, and of CUDA."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "alignattn": __version__}  # of the source that runs, sent or installed
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if "alignattn" not in found:  # run from the source tree
-        from alignattn import __version__
-
-        found["alignattn"] = __version__
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
@@ -61,6 +62,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(device)
     return found
+
+
+def anonymous(text: str) -> str:
+    """A text without folders and addresses: '/home/me/data/dev.tsv' becomes '…/dev.tsv'."""
+    return _ADDRESS.sub("…", _FOLDERS.sub("…/", text))
 
 
 class PeakMemory:

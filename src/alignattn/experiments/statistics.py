@@ -18,6 +18,7 @@ POWER = 0.8
 FEWEST = 3  # paired seeds below which nothing is said: two seeds agree by chance too often
 MOST = 1000  # seeds beyond which nobody goes
 RESAMPLES = 9999
+ROUNDING = 1e-9  # share of the values below which a difference is taken for rounding
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,19 @@ class Difference:
 
     seeds: int  # that both have
     mean: float
-    low: float  # 95 % bootstrap interval; NaN with fewer than three seeds
+    low: float  # 95 % bootstrap interval; NaN with fewer than three seeds or a value that is not finite
     high: float
     p: float  # paired t-test; NaN likewise
     effect: float  # mean over deviation of the differences (Cohen's d_z); NaN where there is no deviation
     verdict: str  # "better", "worse", "differs" where neither is good, or "cannot tell"
-    more_seeds: int | None  # about how many more would tell; None: told already, or more than MOST
+    more_seeds: int | None  # about how many more would tell; None: told already, cannot be said, or more than MOST
 
     def in_words(self) -> str:
         """The verdict as a sentence."""
         if self.verdict != "cannot tell":
             return self.verdict
+        if self.seeds and not math.isfinite(self.mean):
+            return "cannot tell: not all values are finite"
         if self.seeds < FEWEST:
             return f"cannot tell: {_seeds(FEWEST - self.seeds)} more at least"
         if self.more_seeds is None:
@@ -45,20 +48,27 @@ class Difference:
 
 
 def paired(values: Sequence[float], baseline: Sequence[float], higher_is_better: bool | None) -> Difference:
-    """Compare values with a baseline, entry i of both being of one seed."""
-    differences = np.subtract(np.asarray(values, dtype=np.float64), np.asarray(baseline, dtype=np.float64))
-    count, mean = len(differences), float(differences.mean())
-    nan = math.nan
-    if count < FEWEST or not np.isfinite(differences).all():
+    """Compare values with a baseline, entry i of both being of one seed; the order of the seeds is of no account."""
+    differences = [float(x) - float(y) for x, y in zip(values, baseline, strict=True)]
+    count, nan = len(differences), math.nan
+    if not differences or not all(map(math.isfinite, differences)):
+        return Difference(count, sum(differences) if differences else nan, nan, nan, nan, nan, "cannot tell", None)
+    # Scaled by a power of two, which costs no digit, so that no square overflows or vanishes.
+    largest = max(map(abs, differences))
+    exponent = math.frexp(largest)[1]
+    scaled = np.sort([math.ldexp(difference, -exponent) for difference in differences])
+    mean = math.ldexp(centre := math.fsum(scaled) / count, exponent)
+    if count < FEWEST:
         return Difference(count, mean, nan, nan, nan, nan, "cannot tell", None)
-    deviation = float(differences.std(ddof=1))
-    if deviation <= 1e-9 * max(abs(mean), float(np.abs(values).max()), 1e-300):  # equal but for rounding
-        same = abs(mean) <= 1e-9 * max(float(np.abs(values).max()), 1e-300)
-        verdict = "cannot tell" if same else _verdict(mean, higher_is_better)
-        return Difference(count, 0.0 if same else mean, mean, mean, 1.0 if same else 0.0, nan, verdict, None)
-    p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-    effect = mean / deviation
-    low, high = _bootstrap(differences)
+    noise = ROUNDING * max(abs(float(value)) for value in (*values, *baseline))
+    if largest <= noise:  # equal but for rounding
+        return Difference(count, 0.0, 0.0, 0.0, 1.0, nan, "cannot tell", None)
+    deviation = float(np.std(scaled if centre > 0 else -scaled[::-1], ddof=1))
+    if deviation <= math.ldexp(noise, -exponent) < abs(centre):  # every seed differs by the same
+        return Difference(count, mean, mean, mean, 0.0, nan, _verdict(mean, higher_is_better), None)
+    effect = centre / deviation
+    p = float(2 * stats.t.sf(abs(effect) * math.sqrt(count), count - 1))
+    low, high = (math.ldexp(end, exponent) for end in _bootstrap(scaled))
     if p < LEVEL:
         return Difference(count, mean, low, high, p, effect, _verdict(mean, higher_is_better), None)
     needed = seeds_needed(effect)
@@ -73,8 +83,9 @@ def seeds_needed(effect: float) -> int | None:
     """
     if effect == 0 or not math.isfinite(effect):
         return None
-    # From below: far beyond the answer scipy's noncentral t gives NaN.
-    return next((count for count in range(FEWEST, MOST + 1) if _power(effect, count) >= POWER), None)
+    counts = np.arange(FEWEST, MOST + 1)
+    enough = _power(effect, counts) >= POWER  # NaN, as scipy has it far beyond the answer, is not enough
+    return int(counts[enough.argmax()]) if enough.any() else None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -98,21 +109,32 @@ def _verdict(mean: float, higher_is_better: bool | None) -> str:
     return "better" if (mean > 0) == higher_is_better else "worse"
 
 
-def _power(effect: float, count: int) -> float:
+def _power(effect: float, count: np.ndarray) -> np.ndarray:
     """Of the two-sided t-test: the far tail of the noncentral t, both sides."""
     critical = stats.t.ppf(1 - LEVEL / 2, count - 1)
-    centre = abs(effect) * math.sqrt(count)
-    return float(stats.nct.sf(critical, count - 1, centre) + stats.nct.cdf(-critical, count - 1, centre))
+    centre = min(abs(effect), 100.0) * np.sqrt(count)  # beyond, the power is 1 and scipy has no answer
+    found: np.ndarray = stats.nct.sf(critical, count - 1, centre) + stats.nct.cdf(-critical, count - 1, centre)
+    return found
 
 
-def _bootstrap(differences: np.ndarray) -> tuple[float, float]:
+def _bootstrap(ordered: np.ndarray) -> tuple[float, float]:
+    """BCa interval of the mean; the same differences give the same interval, and mirrored ones the mirrored one."""
+    mirrored = -ordered[::-1]
+    flipped = mirrored.tolist() > ordered.tolist()
     found = stats.bootstrap(
-        (differences,),
-        np.mean,
+        (mirrored if flipped else ordered,),
+        _rounded_mean,
         n_resamples=RESAMPLES,
-        confidence_level=0.95,
+        confidence_level=1 - LEVEL,
         method="BCa",
         vectorized=True,
         rng=np.random.default_rng(0),  # the same results give the same table
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    ).confidence_interval
+    low, high = float(found.low), float(found.high)
+    return (-high, -low) if flipped else (low, high)
+
+
+def _rounded_mean(sample: np.ndarray, axis: int) -> np.ndarray:
+    """Of a few seeds many resamples have one mean: BCa counts them, and their rounding must not tell them apart."""
+    means: np.ndarray = np.mean(sample, axis=axis)
+    return np.round(means, 12)

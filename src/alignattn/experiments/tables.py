@@ -10,7 +10,8 @@ from typing import Any
 
 from alignattn.experiments.compare import Cell, Comparison, Row, metric
 from alignattn.experiments.paper import table as paper_table
-from alignattn.experiments.statistics import LEVEL
+from alignattn.experiments.settings import SOFT
+from alignattn.experiments.statistics import LEVEL, POWER
 
 MARKS = {"better": " ▲", "worse": " ▼", "differs": " ◆"}
 LEGEND = "▲ better, ▼ worse than soft attention by a paired t-test at 5 %; no mark: cannot tell"
@@ -20,16 +21,16 @@ Table = list[list[str]]  # the first row has the heads, the first column the nam
 
 def text(comparisons: Sequence[Comparison]) -> str:
     """For a terminal."""
-    return _pages(comparisons, lambda title: f"{title}\n{'=' * len(title)}", _aligned)
+    return _pages(comparisons, lambda title: f"{title}\n{'=' * len(title)}", _aligned, str)
 
 
 def markdown(comparisons: Sequence[Comparison], level: int = 2) -> str:
     """For documents."""
-    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", piped)
+    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", piped, lambda note: f"- {note}")
 
 
 def as_csv(comparisons: Sequence[Comparison]) -> str:
-    """One line a cell; empty where there is nothing."""
+    """One line a metric of a kind of attention, also where no run ended well; empty where there is nothing."""
     out = io.StringIO()
     lines = [line for comparison in comparisons for line in _lines(comparison)]
     writer = csv.DictWriter(out, list(lines[0]), lineterminator="\n")
@@ -58,6 +59,7 @@ def summary(comparison: Comparison) -> Table:
         heads.append(metric(name).label)
         if _has_paper(comparison, name):
             heads.append("paper")
+    decimals = {name: _paper_decimals(comparison, name) for name in comparison.metrics}
     rows = [heads]
     for row in comparison.rows:
         line = [row.label, str(len(row.seeds)) + (f" ({len(row.failed)} failed)" if row.failed else "")]
@@ -65,7 +67,7 @@ def summary(comparison: Comparison) -> Table:
             cell = row.cells.get(name)
             line.append(_spread(cell, metric(name).digits))
             if _has_paper(comparison, name):
-                line.append(_paper(cell))
+                line.append(_paper(cell, decimals[name]))
         rows.append(line)
     return rows
 
@@ -86,17 +88,30 @@ def differences(comparison: Comparison) -> Table:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader should know beside the tables."""
-    found = [
-        f"Mean ± deviation between seeds; {LEGEND}.",
-        "Differences are paired over seeds: bootstrap interval (BCa), paired t-test, Cohen's d for pairs.",
-    ]
-    if comparison.tests:
-        chance = comparison.tests * LEVEL
+    every = [cell.difference for row in comparison.rows for cell in row.cells.values() if cell.difference is not None]
+    if every:
+        legend = f"{LEGEND}; ◆ differs" if any(d.verdict == "differs" for d in every) else LEGEND
+        found = [
+            f"Mean ± deviation between seeds; {legend}.",
+            "Differences are paired over seeds: bootstrap interval (BCa), paired t-test, Cohen's d for pairs. With few "
+            "seeds the interval is too narrow, and may leave out zero where the test cannot tell: the test decides.",
+        ]
+    else:
+        there = any(row.method == SOFT and row.seeds for row in comparison.rows)
+        why = "no seed that soft attention has too" if there else "no finished run of soft attention"
+        found = ["Mean ± deviation between seeds.", f"No differences: there is {why}."]
+    if any(d.more_seeds is not None for d in every):
         found.append(
-            f"Of {comparison.tests} tests about {chance:.1f} would find a difference by chance where there is none. "
+            f"So many seeds more would tell in {POWER:.0%} of cases, were the difference the one seen: a rough guide."
+        )
+    if comparison.tests:
+        tests = "1 test" if comparison.tests == 1 else f"{comparison.tests} tests"
+        found.append(
+            f"Of {tests} about {comparison.tests * LEVEL:.2g} would find a difference by chance where there is none. "
             "P-values adjusted for it (Holm, by metric) are in the CSV and JSON forms."
         )
-    if comparison.paper:
+    found += _unpaired(comparison)
+    if comparison.paper and any(_has_paper(comparison, name) for name in comparison.metrics):
         name, _, model = comparison.paper.partition(":")
         source = paper_table(name)
         found.append(f"The paper's values: {source['table']}, {model or source.get('model', '')}.")
@@ -104,18 +119,35 @@ def notes(comparison: Comparison) -> list[str]:
     return found
 
 
-def _pages(comparisons: Sequence[Comparison], heading: Callable[[str], str], layout: Callable[[Table], str]) -> str:
+def _unpaired(comparison: Comparison) -> list[str]:
+    """Whose differences leave out seeds that are in the means."""
+    found = []
+    for row in comparison.rows:
+        counts = {(cell.difference.seeds, cell.seeds) for cell in row.cells.values() if cell.difference is not None}
+        for pairs, seeds in sorted(counts):
+            if pairs < seeds:
+                found.append(f"{row.label}: {pairs} of {seeds} seeds are in differences, those of soft attention too.")
+    return found
+
+
+def _pages(
+    comparisons: Sequence[Comparison],
+    heading: Callable[[str], str],
+    layout: Callable[[Table], str],
+    note: Callable[[str], str],
+) -> str:
     pages = []
     for comparison in comparisons:
         title = comparison.name + (f", {comparison.model}" if comparison.model else "")
         parts = [heading(title), layout(summary(comparison))]
         if len(found := differences(comparison)) > 1:
             parts += ["", layout(found)]
-        pages.append("\n".join([*parts, "", *notes(comparison)]))
+        pages.append("\n".join([*parts, "", *map(note, notes(comparison))]))
     return "\n\n".join(pages) + "\n"
 
 
 def _aligned(table: Table) -> str:
+    table = _room_for_marks(table)
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     words = {i for i, head in enumerate(table[0]) if head in ("attention", "metric", "verdict")}
 
@@ -124,6 +156,13 @@ def _aligned(table: Table) -> str:
         return "  ".join(cells).rstrip()
 
     return "\n".join([line(table[0]), "  ".join("-" * width for width in widths), *map(line, table[1:])])
+
+
+def _room_for_marks(table: Table) -> Table:
+    """Blanks in place of marks, so that numbers stand under each other."""
+    marks = tuple(MARKS.values())
+    marked = {i for row in table for i, cell in enumerate(row) if cell.endswith(marks)}
+    return [[c if i not in marked or c.endswith(marks) else f"{c}  " for i, c in enumerate(row)] for row in table]
 
 
 def piped(table: Table) -> str:
@@ -136,11 +175,12 @@ def piped(table: Table) -> str:
 
 
 def _lines(comparison: Comparison) -> list[dict[str, Any]]:
-    lines = []
-    for row in comparison.rows:
-        for name, cell in row.cells.items():
-            lines.append(_line(comparison, row, name, cell))
-    return lines
+    nothing = Cell(math.nan, math.nan, 0)
+    return [
+        _line(comparison, row, name, row.cells.get(name, nothing))
+        for row in comparison.rows
+        for name in comparison.metrics
+    ]
 
 
 def _line(comparison: Comparison, row: Row, name: str, cell: Cell) -> dict[str, Any]:
@@ -180,23 +220,34 @@ def _spread(cell: Cell | None, digits: int) -> str:
     if cell is None or not cell.seeds:
         return "–"
     mark = MARKS.get(cell.difference.verdict, "") if cell.difference else ""
+    mean = "NaN" if math.isnan(cell.mean) else _number(cell.mean, digits)
     spread = "" if math.isnan(cell.deviation) else f" ± {cell.deviation:.{digits}f}"
-    return f"{_number(cell.mean, digits)}{spread}{mark}"
+    return f"{mean}{spread}{mark}"
 
 
-def _paper(cell: Cell | None) -> str:
+def _paper(cell: Cell | None, decimals: int) -> str:
     if cell is None or cell.paper is None:
         return "–"
-    return f"{cell.paper.mean:g}" + (f" ± {cell.paper.deviation:g}" if cell.paper.deviation is not None else "")
+    deviation = "" if cell.paper.deviation is None else f" ± {cell.paper.deviation:g}"
+    return f"{cell.paper.mean:.{decimals}f}{deviation}"
+
+
+def _paper_decimals(comparison: Comparison, name: str) -> int:
+    """As the paper prints a column: 77.0 beside 77.3."""
+    papers = [row.cells[name].paper for row in comparison.rows if name in row.cells]
+    return max((len(str(paper.mean).partition(".")[2]) for paper in papers if paper is not None), default=0)
 
 
 def _number(value: float, digits: int) -> str:
-    return "–" if math.isnan(value) else f"{value:.{digits}f}"
+    """A dash for NaN, and never minus zero."""
+    if math.isnan(value):
+        return "–"
+    rounded = f"{value:.{digits}f}"
+    return rounded.replace("-", "−") if float(rounded) else f"{0:.{digits}f}"
 
 
 def _signed(value: float, digits: int) -> str:
-    rounded = f"{value:+.{digits}f}"
-    return rounded.replace("-", "−") if float(rounded) else f"{0:.{digits}f}"
+    return f"+{number}" if (number := _number(value, digits))[0] not in "–−" and float(number) else number
 
 
 def _p(value: float) -> str:
@@ -209,7 +260,7 @@ def _is_nan(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"  # as in result files
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from alignattn.alignment import Alignment, align
 from alignattn.config import Ramp
-from alignattn.errors import NonFiniteError
+from alignattn.errors import ConfigError, NonFiniteError
 from alignattn.experiments import provenance
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, Task
@@ -49,7 +49,13 @@ class Place:
         """The device."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return torch.device(self.device)
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"Unknown device {self.device!r}. Choose one of: auto, cpu, cuda, cuda:1.") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"Torch sees no accelerator here, and the device is {self.device!r}. Leave it at auto.")
+        return device
 
 
 def execute(run: Run, place: Place, inputs: Mapping[str, str], progress: Progress = nobody) -> Result:
@@ -65,11 +71,15 @@ def execute(run: Run, place: Place, inputs: Mapping[str, str], progress: Progres
 
 def lost(run: Run, place: Place, inputs: Mapping[str, str], why: str) -> Result:
     """The result of a run whose process died."""
-    return _result(run, place, inputs, error=f"The process {why}.")
+    return _result(run, place, inputs, error=provenance.anonymous(f"The process {why}."))
 
 
 def _result(run: Run, place: Place, inputs: Mapping[str, str], **outcome: Any) -> Result:
     config = run.recipe.align.config(run.method, run.weight)
+    try:
+        device = place.torch_device()
+    except ConfigError:  # it is not there, which is what the result tells
+        device = torch.device("cpu")
     return Result(
         name=run.recipe.name,
         recipe=run.recipe.settings(),
@@ -83,7 +93,7 @@ def _result(run: Run, place: Place, inputs: Mapping[str, str], **outcome: Any) -
         inputs=inputs,
         versions=provenance.versions(),
         commit=provenance.commit(),
-        machine=provenance.machine(place.torch_device()),
+        machine=provenance.machine(device),
         command=place.command,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -213,4 +223,4 @@ def _told(error: Exception) -> str:
     """What happened and where, without the folders of this machine."""
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-4:]]
-    return f"{type(error).__name__}: {error}\n  at " + " < ".join(reversed(where))
+    return provenance.anonymous(f"{type(error).__name__}: {error}") + "\n  at " + " < ".join(reversed(where))

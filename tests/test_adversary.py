@@ -22,11 +22,16 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("method", ["gan", "ct"])
 @pytest.mark.parametrize("generator", ["model", "projections"])
-def test_step_is_taken_before_the_next_training_forward_and_not_in_eval(bert, batch, method, generator):
+def test_step_is_taken_before_the_first_training_forward_after_the_models_and_not_in_eval(
+    bert, batch, method, generator
+):
     alignment = alignattn.align(bert, method, generator=generator)
+    optimizer = torch.optim.SGD(bert.parameters(), lr=0.1)
     start = snapshot(alignment)
     bert(**batch).loss.backward()
+    bert(**batch)  # the model was not updated yet: gradients are being accumulated
     assert same(start, snapshot(alignment))
+    optimizer.step()
     bert.eval()
     bert(**batch)
     assert same(start, snapshot(alignment))
@@ -41,6 +46,7 @@ def test_adam_of_ones_own_takes_the_same_steps(encoder):
     theirs = alignattn.align(other_model, "gan", adversary_optimizer=None, weight=1.0)
     ours.config.__dict__["weight"] = 1.0
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3, betas=(0.5, 0.99))
+    plain = torch.optim.SGD([*encoder.parameters(), *other_model.parameters()], lr=0.01)
     for step in range(4):
         x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(step))
         for model, alignment in ((encoder, ours), (other_model, theirs)):
@@ -49,6 +55,7 @@ def test_adam_of_ones_own_takes_the_same_steps(encoder):
             alignment.loss().backward()
         optimizer.step()
         optimizer.zero_grad()
+        plain.step()
     ours.state_dict()  # takes the step that is due
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other)
@@ -87,9 +94,11 @@ def test_non_finite_gradient_skips_the_step_and_only_that(encoder):
     start = snapshot(alignment)
     encoder(x)
     (alignment.loss() * float("inf")).backward()
+    encoder.zero_grad()
     encoder(x)
     assert same(start, snapshot(alignment))
     alignment.loss().backward()
+    encoder.zero_grad()
     encoder(x)
     assert not same(start, snapshot(alignment))
     assert all(p.isfinite().all() for p in alignment.parameters())

@@ -2,7 +2,7 @@
 
 They are no part of the user's model: its clipping, weight decay, schedule, LoRA freezing and sharding would starve
 them. Their gradients come from the same backward as the model's, are averaged over processes, and the step is taken
-before the next training forward. A gradient that is not finite skips the step.
+before the first training forward after the model's own. A gradient that is not finite skips the step.
 """
 
 from typing import Any
@@ -30,6 +30,7 @@ class Adversary:
         if self.optimizer is None:
             # Fused Adam looks at `found_inf` on the device: a step is skipped without the host waiting to know.
             self.optimizer = torch.optim.Adam(new, lr=self.rate, betas=self.betas, fused=True)
+            self.optimizer.is_adversary = True  # type: ignore[attr-defined]  # updates.py tells it from the user's
         else:
             self.optimizer.param_groups[0]["params"] += new  # one group: so a saved state fits however it came about
 

@@ -27,6 +27,8 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.objective import Objective, hand_to_projections
 from alignattn.passes import Passes
+from alignattn.share import share_of_update
+from alignattn.updates import Updates
 
 STATE_FORMAT = 1
 
@@ -65,6 +67,7 @@ class Alignment:
         self._passes = Passes()
         self._added_to_outputs = False
         self._advice = Advice()
+        self._updates = Updates()
 
     # --- a model ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +82,7 @@ class Alignment:
                 f"{type(model).__name__} is aligned already. Call detach() on its alignment first, or use that one."
             )
         config = self.config
+        self._updates = Updates(model)
         self._tap = Tap(
             model,
             watch=self._passes.add,
@@ -156,7 +160,7 @@ class Alignment:
 
     def _begin(self) -> None:
         """A training forward is about to run."""
-        if self.adversary is not None:
+        if self.adversary is not None and self._updates.happened():
             self.adversary.step()
         self._finite.look()
         self._added_to_outputs = False
@@ -165,12 +169,16 @@ class Alignment:
         if self.adversary is None:
             self._advice.if_nobody_optimizes(self.matcher, self.config.method, self.steps)
 
-    def _finish(self, output: Any, has_labels: bool) -> Any:
+    def _finish(self, output: Any, kwargs: dict[str, Any]) -> Any:
         """A training forward has run: add the term to its loss, or keep the records for loss()."""
         done = self._passes.end()
         if done is None:
             self._advice.of_silence(self._tap)
             return None
+        has_labels = kwargs.get("labels") is not None
+        if kwargs.get("num_items_in_batch") is not None and has_labels:
+            assert self._tap is not None
+            self._passes.weigh(share_of_update(self._tap.model, kwargs))
         if self.config.add_to_outputs and self._is_transformers():
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
                 output["loss"] = output["loss"] + self._term().to(output["loss"].device)

@@ -61,7 +61,10 @@ class Objective:
         total = torch.stack([losses[place].to(losses[0].device) * share for place, share in enumerate(shares)]).sum()
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for place, record in enumerate(records):
-            parts[_label(record)].append(losses[place].detach())
+            value = losses[place].detach()
+            if record.sample_weight is not None:  # a part tells of this batch, whatever its share in the update is
+                value = value / record.sample_weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
+            parts[_label(record)].append(value)
         return total, {label: torch.stack(values).mean() for label, values in parts.items()}
 
     def _groups(self, records: list[QueryKey]) -> dict[Any, list[int]]:
@@ -70,19 +73,22 @@ class Objective:
         for place, record in enumerate(records):
             query, key = record.query, record.key
             bank = self.matcher.bank(record.name, query.shape[-1])
-            masks = record.query_mask is None, record.key_mask is None
-            groups[bank, query.shape, key.shape, query.dtype, key.dtype, query.device, masks].append(place)
+            given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
+            groups[bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given].append(place)
         return groups
 
     def _match(self, records: list[QueryKey], check: FiniteCheck) -> list[Tensor]:
-        """For each record the mean over samples of its losses, [h]."""
+        """For each record the mean over samples of its losses, or their sum with the samples' weights, [h]."""
         query, key = torch.stack([r.query for r in records]), torch.stack([r.key for r in records])
         query_mask, key_mask = (_stack_masks([getattr(r, m) for r in records]) for m in ("query_mask", "key_mask"))
         names = [r.name for r in records]
         counted = self.matcher.counted
         check.submit(names, _finite(query, counted(query_mask)) & _finite(key, counted(key_mask)))
         losses = self.matcher(query, key, query_mask, key_mask, names)  # (l, b, h)
-        return list(losses.mean(1).unbind())
+        if records[0].sample_weight is None:
+            return list(losses.mean(1).unbind())
+        weights = torch.stack([r.sample_weight for r in records if r.sample_weight is not None]).to(losses)
+        return list((losses * weights[..., None]).sum(1).unbind())
 
 
 def hand_to_projections(

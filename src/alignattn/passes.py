@@ -1,5 +1,6 @@
 """Forward passes whose attention was recorded and whose loss is still to be taken."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -102,6 +103,16 @@ class Passes:
         self.recording = Pass([replace(record, call=0)])
         self.recording.watch_backward()
         self.waiting.append(self.recording)
+
+    def weigh(self, share: Callable[[int], Tensor]) -> None:
+        """Give the samples of the pass that ended last their weights; `share` makes those of so many samples."""
+        last = self.waiting[-1]
+        weights: dict[int, Tensor] = {}
+        for record in last.records:
+            samples = len(record.query)
+            if samples not in weights:
+                weights[samples] = share(samples)
+        last.records = [replace(record, sample_weight=weights[len(record.query)]) for record in last.records]
 
     def take(self) -> list[list[QueryKey]]:
         """The records of all that waited; none do any more."""

@@ -102,7 +102,7 @@ def test_begin_and_finish_are_called_around_recorded_passes_alone(kind):
         model,
         watch=lambda record: told.append(record.call),
         begin=lambda: told.append("begin"),
-        finish=lambda output, labels: told.append(("finish", labels)),
+        finish=lambda output, kwargs: told.append(("finish", "labels" in kwargs)),
     )
     model.eval()(**batch)
     with torch.no_grad():
@@ -117,8 +117,8 @@ def test_begin_and_finish_are_called_around_recorded_passes_alone(kind):
 def test_finish_may_exchange_the_output_and_knows_of_labels():
     model, told = tiny.bert_classifier().train(), []
 
-    def finish(output: Any, labels: bool) -> Any:
-        told.append(labels)
+    def finish(output: Any, kwargs: dict[str, Any]) -> Any:
+        told.append("labels" in kwargs)
         output["loss"] = output["loss"] + 1
         return output
 

@@ -62,6 +62,7 @@ class QueryKey:
     query_mask: Tensor | None = None  # [b, n], True = valid
     key_mask: Tensor | None = None  # [b, m]
     segments: Tensor | None = None  # [b, n]: which document of a packed row a token belongs to
+    sample_weight: Tensor | None = None  # [b]: the loss is the sum over samples with these, not their mean
     name: str = ""
     call: int = 0  # how often this module had been called before in the same forward pass
     projected: tuple[Projected, ...] = ()
@@ -119,8 +120,18 @@ class QueryKey:
             chosen = tokens.transpose(1, 2)[row[order], column[order]]  # (tokens, h, d)
             return packed.index_put((document[order], place), chosen).transpose(1, 2)
 
+        weight = None
+        if self.sample_weight is not None:  # a row's, shared out by tokens
+            of_row = self.sample_weight / valid.sum(1).clamp_min(1)
+            weight = of_row.new_zeros(documents).index_add(0, document, of_row[row])
         return replace(
-            self, query=gather(self.query), key=gather(self.key), query_mask=mask, key_mask=mask, segments=None
+            self,
+            query=gather(self.query),
+            key=gather(self.key),
+            query_mask=mask,
+            key_mask=mask,
+            segments=None,
+            sample_weight=weight,
         )
 
 

@@ -41,7 +41,8 @@ class Tap:
         watch: Callable[[QueryKey], None] | None = None,
         attend: Callable[[AttentionCall], Tensor] | None = None,
         begin: Callable[[], None] | None = None,
-        finish: Callable[[Any, bool], Any] | None = None,  # output, labels given -> the output instead, or None
+        # output, the forward's keyword arguments -> the output instead, or None
+        finish: Callable[[Any, dict[str, Any]], Any] | None = None,
         abandon: Callable[[], None] | None = None,  # instead of finish, where the forward pass raised
         layers: Layers = None,
         cross: bool = False,
@@ -198,7 +199,7 @@ class Tap:
                 "here. Leave it out with layers=."
             )
         if recorded and not failed and self._finish is not None:
-            return self._finish(output, kwargs.get("labels") is not None)
+            return self._finish(output, kwargs)
         return None
 
     def _failed(self) -> None:

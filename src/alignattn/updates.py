@@ -1,0 +1,68 @@
+"""Whether the model has been updated: the adversary steps when the model does, once for all batches of one update.
+
+torch tells of every optimizer's step. Updates by hand show in the weights, which were written to, and in the
+gradients, which are gone or others.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_watches: "weakref.WeakSet[Updates]" = weakref.WeakSet()
+_handle: Any = None
+
+
+class Updates:
+    """Asked before each training forward; remembers what happened since."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = weakref.ref(model) if isinstance(model, nn.Module) else None
+        self.optimizers_seen = False
+        self.pending = False
+        self.versions: tuple[int, ...] = ()
+        self.gradients: list[weakref.ref[Tensor]] = []
+        _listen(self)
+
+    def happened(self) -> bool:
+        """Whether the model was updated since this was last asked; True where it cannot be known."""
+        if self.optimizers_seen:
+            happened, self.pending = self.pending, False
+            return happened
+        parameters = list(self._parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # While batches are accumulated, weights are not written to and gradients stay the tensors that they are.
+        written = self.versions != (versions := tuple(p._version for p in parameters))
+        begun_anew = any(all(old() is not g for g in gradients) for old in self.gradients)
+        self.versions, self.gradients = versions, [weakref.ref(g) for g in gradients[:1]]
+        return written or begun_anew or not gradients
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped, of this model or another; without a model, any counts but an adversary's."""
+        ours = {id(parameter) for parameter in self._parameters()}
+        if self.model is None:
+            found = not getattr(optimizer, "is_adversary", False)
+        else:
+            found = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        if found:
+            self.optimizers_seen = self.pending = True
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        model = None if self.model is None else self.model()
+        return iter(()) if model is None else (p for p in model.parameters() if p.requires_grad)
+
+
+def _listen(watch: Updates) -> None:
+    """One hook for all of torch's optimizers, from the first watch on."""
+    global _handle  # noqa: PLW0603  # torch's hook is as global
+    _watches.add(watch)
+    if _handle is None:
+        _handle = register_optimizer_step_post_hook(_tell)
+
+
+def _tell(optimizer: Optimizer, *_: Any) -> None:
+    for watch in list(_watches):
+        watch.stepped(optimizer)

@@ -76,7 +76,7 @@ class Adversary:
         if self.optimizer is None:
             return {}
         gradients = [None if p.grad is None else p.grad.clone() for p in self.networks.parameters()] if self.due else []
-        return {"optimizer": self.optimizer.state_dict(), "gradients": gradients}
+        return {"moments": self.optimizer.state_dict()["state"], "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. Nothing is changed if it does not fit."""
@@ -85,10 +85,20 @@ class Adversary:
         fresh = Adversary(self.networks, rate=self.rate, betas=self.betas)
         fresh.take_on()
         assert fresh.optimizer is not None
-        fresh.optimizer.load_state_dict(state["optimizer"])
+        _check_moments(fresh.optimizer, state["moments"])
+        fresh.optimizer.load_state_dict(fresh.optimizer.state_dict() | {"state": state["moments"]})
         self.optimizer, self.due = fresh.optimizer, bool(state["gradients"])
         for parameter, gradient in zip(self.networks.parameters(), state["gradients"], strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter)
+
+
+def _check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str, Tensor]]) -> None:
+    """Adam would take moments of any shape, and fail at its next step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in moments.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if index >= len(parameters) or values[name].shape != parameters[index].shape:
+                raise ValueError(f"the optimizer's {name} of parameter {index} has another shape")
 
 
 def _several() -> bool:

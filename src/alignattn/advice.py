@@ -1,6 +1,8 @@
 """What an alignment tells its user: what is attached, why nothing was captured, and what surely is not meant."""
 
+import sys
 import warnings
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from alignattn.capture import Tap
 from alignattn.capture.projection import frozen
 from alignattn.config import AlignmentConfig
-from alignattn.errors import AlignmentWarning
+from alignattn.errors import AlignmentWarning, CaptureError
 from alignattn.matching.matcher import Matcher
 
 OPTIMIZED_AFTER = 8  # steps
@@ -51,12 +53,30 @@ def why_nothing(tap: Tap | None) -> str:
 
 
 class Advice:
-    """Warnings, each given once."""
+    """Warnings, each given once; and errors for what would be lost in silence."""
 
     def __init__(self) -> None:
         self._looked_at_projections = False
         self._told_of_silence = False
+        self._looked_for_trainer = False
         self._first_parameter: Tensor | None = None
+
+    def if_resumed_anew(self) -> None:
+        """A Trainer that goes on from a checkpoint, while the adversary or the weight's ramp begins anew."""
+        if self._looked_for_trainer or torch.compiler.is_compiling():
+            return
+        self._looked_for_trainer = True
+        trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+        frame: FrameType | None = sys._getframe() if trainer is not None else None
+        while frame is not None:
+            host = frame.f_locals.get("self")
+            if trainer is not None and isinstance(host, trainer) and host.state.global_step > 0:
+                raise CaptureError(
+                    f"The Trainer goes on from step {host.state.global_step}, and the alignment's networks and weight "
+                    "would begin anew. Pass callbacks=[alignment.callback()] to the Trainer, which restores them from "
+                    "the checkpoint, or call alignment.restore(folder) before."
+                )
+            frame = frame.f_back
 
     def if_frozen(self, tap: Tap | None) -> None:
         """The projections take no gradient: alignment has nothing to move."""

@@ -8,23 +8,27 @@ minimises L_align: a slip of sign.)
 """
 
 import copy
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from alignattn import checkpoint
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
-from alignattn.capture.tap import Layers
+from alignattn.capture.tap import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, Schedule, resolve
-from alignattn.errors import AlignmentError, CaptureError, ConfigError, NothingCapturedError
+from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
+from alignattn.meter import Meter
 from alignattn.objective import Objective, hand_to_projections
 from alignattn.passes import Passes
 from alignattn.share import share_of_update
@@ -68,6 +72,7 @@ class Alignment:
         self._added_to_outputs = False
         self._advice = Advice()
         self._updates = Updates()
+        self.meter = Meter()  # what logs show
 
     # --- a model ----------------------------------------------------------------------------------------------------
 
@@ -166,6 +171,8 @@ class Alignment:
         self._added_to_outputs = False
         self._passes.begin()
         self._advice.if_frozen(self._tap)
+        if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
+            self._advice.if_resumed_anew()
         if self.adversary is None:
             self._advice.if_nobody_optimizes(self.matcher, self.config.method, self.steps)
 
@@ -178,14 +185,17 @@ class Alignment:
         has_labels = kwargs.get("labels") is not None
         if kwargs.get("num_items_in_batch") is not None and has_labels:
             assert self._tap is not None
-            self._passes.weigh(share_of_update(self._tap.model, kwargs))
+            labels, items = kwargs["labels"], kwargs["num_items_in_batch"]
+            self._passes.weigh(share_of_update(self._tap.model, labels, items, kwargs.get("shift_labels")))
         if self.config.add_to_outputs and self._is_transformers():
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
+                self.meter.add({"task_loss": output["loss"]})
                 output["loss"] = output["loss"] + self._term().to(output["loss"].device)
                 self._added_to_outputs = True
                 return output
             if isinstance(output, tuple) and has_labels and _is_number(output[0]):
                 self._added_to_outputs = True
+                self.meter.add({"task_loss": output[0]})
                 return (output[0] + self._term().to(output[0].device), *output[1:])
         done.watch_backward()
         return None
@@ -224,10 +234,19 @@ class Alignment:
         weight = self.config.weight_at(self.steps)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         term, self.parts = objective(self.objective, forwards, weight, self._finite)
+        self.meter.add(self._measured(weight))
         self.steps += 1
         if self.adversary is not None:
             self.adversary.due = True
         return term
+
+    def _measured(self, weight: float) -> dict[str, Tensor]:
+        """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
+        device = next(iter(self.parts.values())).device
+        parts = torch.stack([part.to(device) for part in self.parts.values()])
+        whole = weight * (parts.mean() if self.config.reduction == "mean" else parts.sum())
+        named = {f"alignment/{name}": part for name, part in self.parts.items()}
+        return {"alignment_loss": whole, "alignment_weight": whole.new_tensor(weight), **named}
 
     def _ensure_networks(
         self, names: list[str], width: int, device: torch.device, among: list[list[QueryKey]] | None = None
@@ -239,6 +258,25 @@ class Alignment:
             names = [r.name for records in among for r in records if r.query.shape[-1] == width]
         if self.matcher.ensure(names, width, device) and self.adversary is not None:
             self.adversary.take_on()
+
+    def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A loss function with the term added, for a host that computes the loss outside the model.
+
+        Such as `compute_loss_func` of transformers' Trainer: `function(outputs, labels, num_items_in_batch=...)`.
+        """
+
+        @functools.wraps(function, updated=())
+        def with_term(*args: Any, **kwargs: Any) -> Tensor:
+            loss = function(*args, **kwargs)
+            labels = kwargs["labels"] if "labels" in kwargs else args[1] if len(args) > 1 else None
+            if not self._passes:  # evaluation
+                return loss
+            if kwargs.get("num_items_in_batch") is not None and labels is not None and self._tap is not None:
+                self._passes.weigh(share_of_update(self._tap.model, labels, kwargs["num_items_in_batch"]))
+            self.meter.add({"task_loss": loss})
+            return loss + self.loss().to(loss.device)
+
+        return with_term
 
     # --- the networks -----------------------------------------------------------------------------------------------
 
@@ -294,6 +332,41 @@ class Alignment:
             self.matcher.load_state_dict(before)
             raise ConfigError(f"This state does not fit the alignment, which stays as it was: {error}") from error
         self.steps = int(state["steps"])
+
+    def save(self, folder: str | Path) -> None:
+        """Write networks, their optimizer and the configuration: two small files, nothing of the model."""
+        layers = [] if self._tap is None else [site.name for site in self._tap.sites]
+        checkpoint.write(Path(folder), self.config, layers, self.state_dict())
+
+    def restore(self, folder: str | Path) -> None:
+        """Continue from what save() wrote. Nothing is changed if it does not fit."""
+        _, _, state = checkpoint.read(Path(folder))
+        self.load_state_dict(state)
+
+    @classmethod
+    def load(cls, model: nn.Module, folder: str | Path) -> Self:
+        """Attach to a model what save() wrote, configured as it was, to the layers that it had."""
+        arguments, layers, state = checkpoint.read(Path(folder))
+        known = {site.name for site in find_sites(model)}
+        strangers = [name for name in layers if name not in known]
+        if strangers:
+            raise DataError(f"{folder} is of another model: it has {strangers[0]}, and {type(model).__name__} has not.")
+        alignment = cls(**arguments).attach(model, layers or None)
+        try:
+            alignment.load_state_dict(state)
+        except BaseException:
+            alignment.detach()
+            raise
+        return alignment
+
+    def callback(self) -> Any:
+        """For transformers' Trainer: `Trainer(..., callbacks=[alignment.callback()])`.
+
+        The term, the task's loss and each layer's part go to the logs, the adversary into the checkpoints.
+        """
+        from alignattn.integrations.trainer import AlignmentCallback
+
+        return AlignmentCallback(self)
 
     def _make_banks(self, rows: dict[tuple[str, int], tuple[int, int]]) -> None:
         """Networks for these layers, in these banks and rows."""

@@ -55,7 +55,9 @@ class Passes:
             raise CaptureError(
                 "The alignment term of the last training forward was never used, though its gradients were computed. "
                 "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
-                "to the loss you call backward() on."
+                "to the loss you call backward() on. The Trainer gives no labels with label smoothing or "
+                "compute_loss_func: use alignattn.integrations.trainer.AlignmentTrainer, or "
+                "compute_loss_func=alignment.loss_function(...)."
             )
         if len(self.waiting) >= MOST_PASSES:
             self.waiting.clear()

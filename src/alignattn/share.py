@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 
-def share_of_update(model: nn.Module, kwargs: dict[str, Any]) -> Callable[[int], Tensor]:
-    """From a number of samples to the weight of each; over all batches of the update the weights add up to one."""
-    labels, total = kwargs["labels"], kwargs["num_items_in_batch"]
-    if kwargs.get("shift_labels") is not None:
-        labels = kwargs["shift_labels"]
+def share_of_update(
+    model: nn.Module, labels: Tensor, total: Tensor | int, shifted: Tensor | None = None
+) -> Callable[[int], Tensor]:
+    """From a number of samples to the weight of each; over all batches of the update the weights add up to one.
+
+    `total` is the number of labels in all of them; `shifted` are the labels that the loss takes, if they were given.
+    """
+    if shifted is not None:
+        labels = shifted
     elif _shifts_labels(model):
         labels = labels[..., 1:]
     items: Tensor = labels.ne(-100).reshape(len(labels), -1).sum(1).float()  # (b)

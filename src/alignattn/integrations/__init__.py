@@ -1,0 +1,1 @@
+"""Alignment inside the training stacks that people use: the Trainer of transformers, and Lightning."""

@@ -1,0 +1,210 @@
+"""Alignment under the Trainer: logs, checkpoints, and losses computed outside the model."""
+
+import copy
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+import alignattn
+from alignattn.errors import CaptureError, DataError
+from alignattn.integrations.trainer import AlignmentTrainer
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "input_ids": torch.randint(5, 50, (8,), generator=generator),
+            "attention_mask": (torch.arange(8) < 4 + i % 5).long(),
+            "labels": torch.tensor(i % 2),
+        }
+        for i in range(16)
+    ]
+
+
+def arguments(folder, **changes):
+    values = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 2,
+        "seed": 3,
+    }
+    return TrainingArguments(**(values | changes))
+
+
+def state_of(model, alignment):
+    networks = {f"networks.{k}": v for k, v in alignment.matcher.state_dict().items()}
+    moments = alignment.state_dict()["adversary"].get("moments", {})
+    adam = {f"adam.{i}.{k}": v for i, values in moments.items() for k, v in values.items()}
+    return {**model.state_dict(), **networks, **adam, "steps": torch.tensor(alignment.steps)}
+
+
+def test_the_term_the_task_and_every_layer_reach_the_logs_and_tensorboard(model, data, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    alignment = alignattn.align(model, "gan", weight=alignattn.Ramp(0.5, steps=4))
+    trainer = Trainer(
+        model=model,
+        args=arguments(tmp_path, report_to=["tensorboard"]),
+        train_dataset=data,
+        callbacks=[alignment.callback()],
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 3
+    layers = [f"bert.encoder.layer.{i}.attention.self" for i in range(2)]
+    for entry in logs:
+        assert {"alignment_loss", "task_loss", "alignment_weight", *(f"alignment/{name}" for name in layers)} <= set(
+            entry
+        )
+        assert entry["loss"] == pytest.approx(entry["task_loss"] + entry["alignment_loss"], abs=2e-3)
+    assert [entry["alignment_weight"] for entry in logs] == pytest.approx([0.0625, 0.3125, 0.5])  # means of two steps
+    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    told = events.Scalars("train/alignment_loss")
+    assert [e.value for e in told] == pytest.approx([entry["alignment_loss"] for entry in logs])
+    assert "train/task_loss" in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd"])
+def test_a_run_stopped_in_the_middle_and_resumed_is_the_unbroken_one(model, data, tmp_path, method):
+    """Dropout included; weights, networks and both optimizers, to the bit."""
+    start = copy.deepcopy(model.state_dict())
+    ramp = alignattn.Ramp(0.5, steps=5)
+
+    def begin(folder, **changes):
+        model.load_state_dict(start)
+        alignment = alignattn.align(model, method, weight=ramp)
+        args = arguments(folder, save_strategy="steps", save_steps=3, **changes)
+        return alignment, Trainer(model=model, args=args, train_dataset=data, callbacks=[alignment.callback()])
+
+    alignment, trainer = begin(tmp_path / "whole")
+    trainer.train()
+    whole = copy.deepcopy(state_of(model, alignment))
+    alignment.detach()
+
+    alignment, trainer = begin(tmp_path / "broken")
+    trainer.train()  # to its end: what comes after step 3 is thrown away
+    alignment.detach()
+    alignment, trainer = begin(tmp_path / "broken")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
+    resumed = state_of(model, alignment)
+    assert resumed.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+def test_resuming_from_a_checkpoint_without_the_alignment_raises(model, data, tmp_path):
+    alignment = alignattn.align(model, "gan")
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    Trainer(model=model, args=args, train_dataset=data).train()
+    alignment.detach()
+    alignment = alignattn.align(model, "gan")
+    trainer = Trainer(model=model, args=args, train_dataset=data, callbacks=[alignment.callback()])
+    with pytest.raises(DataError, match=r"checkpoint-3, which holds no alignment.*alignment\.callback\(\)"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_resuming_without_the_callback_raises(model, data, tmp_path):
+    alignment = alignattn.align(model, "gan")
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    Trainer(model=model, args=args, train_dataset=data, callbacks=[alignment.callback()]).train()
+    alignment.detach()
+    alignattn.align(model, "gan")
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    with pytest.raises(CaptureError, match=r"goes on from step 3.*callbacks=\[alignment\.callback\(\)\]"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def update(trainer_class, model, data, tmp_path, *, align, batch, accumulate, loss=None, wrap=True, **changes):
+    """What one step of SGD with rate one does, on a copy."""
+    model = copy.deepcopy(model).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.attention_probs_dropout_prob = 0.0
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.0
+    extra, kwargs = {}, {}
+    alignment = alignattn.align(model, "mmd", weight=0.5) if align else None
+    if loss is not None:
+        kwargs["compute_loss_func"] = alignment.loss_function(loss) if align and wrap else loss
+    if trainer_class is AlignmentTrainer:
+        kwargs["alignment"] = alignment
+    args = arguments(
+        tmp_path,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        max_steps=1,
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_strategy="no",
+        train_sampling_strategy="sequential",
+        **changes,
+    )
+    trainer_class(model=model, args=args, train_dataset=data, **kwargs, **extra).train()
+    if alignment is not None:
+        alignment.detach()
+    return model.state_dict()
+
+
+def squared(outputs, labels, num_items_in_batch=None):
+    """A loss of one's own, normalised as the Trainer wants it."""
+    per_sample = (outputs.logits[:, 0] - labels) ** 2
+    return per_sample.sum() / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+@pytest.mark.parametrize("kind", ["plain", "label smoothing", "own loss"])
+def test_the_term_reaches_the_gradient_however_the_loss_is_computed(kind, model, data, tmp_path):
+    """The same term is added to the update in all three, for one batch of 16 and for 4 × 4."""
+    plain = update(Trainer, model, data, tmp_path, align=False, batch=16, accumulate=1)
+    aligned = update(Trainer, model, data, tmp_path, align=True, batch=16, accumulate=1)
+    expected = {name: aligned[name] - plain[name] for name in plain}
+    assert max(float(value.abs().max()) for value in expected.values()) > 1e-4
+    how = {"plain": {}, "label smoothing": {"label_smoothing_factor": 0.1}, "own loss": {"loss": squared}}[kind]
+    for batch, accumulate in ((16, 1), (4, 4)):
+        cut = {"batch": batch, "accumulate": accumulate}
+        soft = update(Trainer, model, data, tmp_path, align=False, **cut, **how)
+        for trainer in (AlignmentTrainer, Trainer):
+            if trainer is Trainer and kind == "label smoothing":
+                continue  # needs the mixin
+            if trainer is AlignmentTrainer:
+                found = update(trainer, model, data, tmp_path, align=True, wrap=False, **cut, **how)
+            else:
+                found = update(trainer, model, data, tmp_path, align=True, **cut, **how)
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name] - soft[name], value, rtol=5e-3, atol=5e-6, msg=name)
+
+
+def test_nothing_is_dropped_silently_with_label_smoothing_alone(model, data, tmp_path):
+    alignattn.align(model, "mmd")
+    trainer = Trainer(model=model, args=arguments(tmp_path, label_smoothing_factor=0.1), train_dataset=data)
+    with pytest.raises(CaptureError, match=r"never used.*label smoothing.*AlignmentTrainer"):
+        trainer.train()
+
+
+def test_evaluation_is_left_alone(model, data, tmp_path):
+    alignment = alignattn.align(model, "mmd")
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=2, label_smoothing_factor=0.1)
+    trainer = AlignmentTrainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4], alignment=alignment)
+    trainer.train()
+    attached = trainer.evaluate()["eval_loss"]
+    alignment.detach()
+    assert trainer.evaluate()["eval_loss"] == attached

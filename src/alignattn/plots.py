@@ -34,7 +34,7 @@ FIELDS = ("count", "confidence", "accuracy", "edges")
 UNDATED: dict[str, dict[str, str | None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 FEWEST = 5  # distinct points: with fewer t-SNE has no neighbourhoods to keep
 COLUMNS = 5  # panels in a row: soft attention and four methods
-TITLE = 26  # characters that fit above a panel
+TITLE = 24  # characters that fit above a panel, capitals too
 TICKS = (0, 0.5, 1)
 STRIP = 0.16  # height of the histogram above a reliability diagram, in heights of the diagram
 

@@ -246,6 +246,7 @@ def test_networks_that_nobody_optimizes_are_warned_of(encoder):
         for _ in range(steps):
             encoder(torch.randn(2, 5, 16))
             alignment.loss().backward()
+            encoder.zero_grad()
             if optimizer is not None:
                 optimizer.step()
 

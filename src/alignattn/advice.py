@@ -59,6 +59,7 @@ class Advice:
         self._looked_at_projections = False
         self._told_of_silence = False
         self._looked_for_trainer = False
+        self._looked_at_networks = False
         self._first_parameter: Tensor | None = None
 
     def if_resumed_anew(self) -> None:
@@ -102,12 +103,14 @@ class Advice:
     def if_nobody_optimizes(self, matcher: Matcher, method: str, steps: int) -> None:
         """A joint optimizer must have been given the networks. Looked at once: to compare, a device is waited for."""
         parameter = next(iter(matcher.parameters()), None)
-        if parameter is None or steps not in (1, OPTIMIZED_AFTER):
+        if parameter is None or steps == 0 or self._looked_at_networks:
             return
         start = self._first_parameter
         if start is None:
             self._first_parameter = parameter.detach().clone()
-        elif torch.equal(start, parameter.to(start)):
+            return
+        self._looked_at_networks = steps >= OPTIMIZED_AFTER
+        if self._looked_at_networks and torch.equal(start, parameter.to(start)):
             _warn(
                 f"The networks of method {method!r} have not moved in {steps} steps. With adversary_optimizer=None, "
                 "put alignment.parameters() into an optimizer of your own."

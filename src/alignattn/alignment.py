@@ -64,7 +64,8 @@ class Alignment:
         if self.adversary is not None:
             self.adversary.take_on()  # a matcher of one's own may bring parameters along
         self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
-        self.steps = 0  # losses taken so far: the clock of the weight's schedule
+        self._closed = 0  # updates of the model that alignment had a part in: the clock of the weight's schedule
+        self._open = False  # a loss was taken since, whose update is still to come
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
@@ -165,8 +166,8 @@ class Alignment:
 
     def _begin(self) -> None:
         """A training forward is about to run."""
-        if self.adversary is not None and self._updates.happened():
-            self.adversary.step()
+        if self._updates.happened():
+            self.advance()
         self._finite.look()
         self._added_to_outputs = False
         self._passes.begin()
@@ -231,14 +232,28 @@ class Alignment:
             self.adversary.follow(first.device)
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
-        weight = self.config.weight_at(self.steps)
+        weight = self.config.weight_at(self._closed)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         term, self.parts = objective(self.objective, forwards, weight, self._finite)
         self.meter.add(self._measured(weight))
-        self.steps += 1
+        self._open = True
         if self.adversary is not None:
             self.adversary.due = True
         return term
+
+    @property
+    def steps(self) -> int:
+        """Updates of the model that alignment had a part in, the one under way included."""
+        return self._closed + self._open
+
+    def advance(self) -> None:
+        """The model has been updated: take the adversary's step that is due, and let the weight's clock go on.
+
+        Happens by itself before the next training forward. Every process must call this together.
+        """
+        if self.adversary is not None:
+            self.adversary.step()
+        self._closed, self._open = self.steps, False
 
     def _measured(self, weight: float) -> dict[str, Tensor]:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
@@ -293,8 +308,8 @@ class Alignment:
         """Networks, their optimizer and the step, to continue from.
 
         A step that is due is taken first, unless there are several processes: one of them may save alone, and must
-        not wait for the others. Then its gradients are saved; to have the step in the state, call `adversary.step()`
-        in every process before.
+        not wait for the others. Then its gradients are saved; to have the step in the state, call `advance()` in every
+        process before.
         """
         adversary = {} if self.adversary is None else self.adversary.state_dict()
         return {
@@ -331,7 +346,7 @@ class Alignment:
             self.matcher.banks, self.matcher.rows = banks, old_rows
             self.matcher.load_state_dict(before)
             raise ConfigError(f"This state does not fit the alignment, which stays as it was: {error}") from error
-        self.steps = int(state["steps"])
+        self._closed, self._open = int(state["steps"]), False
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

@@ -47,7 +47,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Ramp:
-    """A weight that grows linearly from zero to `weight` over the first `steps` losses."""
+    """A weight that grows linearly from zero to `weight` over the first `steps` updates of the model."""
 
     weight: float
     steps: int
@@ -99,7 +99,7 @@ class AlignmentConfig:
             raise ConfigError(f"adversary_betas must be two numbers in [0, 1), got {self.adversary_betas}.")
 
     def weight_at(self, step: int) -> float:
-        """The weight of the step-th loss."""
+        """The weight in the step-th update of the model."""
         weight = self.weight(step) if callable(self.weight) else self.weight
         return check_weight(weight)
 

@@ -60,7 +60,7 @@ def train(model, data, tmp_path, *, batch, accumulate, method=None, steps=1, **o
     )
     Trainer(model=model, args=args, train_dataset=data).train()
     if alignment is not None:
-        alignment.adversary.step()
+        alignment.advance()
         alignment.detach()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, alignment
 
@@ -85,7 +85,7 @@ def test_four_batches_of_three_add_what_one_of_twelve_adds(make, method, generat
     assert max(float(value.abs().max()) for value in whole.values()) > 1e-4
     for name, value in whole.items():
         torch.testing.assert_close(parts[name], value, rtol=2e-3, atol=2e-6)
-    assert four.steps == 4 * one.steps
+    assert four.steps == one.steps == 1  # the clock of a ramp counts updates too
     for mine, theirs in zip(one.matcher.parameters(), four.matcher.parameters(), strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-3, atol=1e-5)  # the adversary stepped once in both
 

@@ -38,8 +38,7 @@ class AlignmentCallback(Callback):
             pl_module.log_dict(self.alignment.meter.read())
 
     def state_dict(self) -> dict[str, Any]:
-        if self.alignment.adversary is not None:
-            self.alignment.adversary.step()  # in every process: the step that is due would be taken anyway
+        self.alignment.advance()  # in every process; it would come anyway, before the next step
         return self.alignment.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

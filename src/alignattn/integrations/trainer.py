@@ -59,8 +59,7 @@ class AlignmentCallback(TrainerCallback):
             state.log_history[-1].update(means)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.alignment.adversary is not None:
-            self.alignment.adversary.step()  # in every process: the step that is due would be taken anyway
+        self.alignment.advance()  # in every process; it would come anyway, before the next step
         if state.is_world_process_zero:
             self.alignment.save(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 

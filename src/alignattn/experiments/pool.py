@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -20,6 +20,7 @@ import torch
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.runner import Executor
 from alignattn.experiments.training import Place, Progress, execute, lost
+from alignattn.results import Result
 
 TRIES = 2
 
@@ -29,7 +30,7 @@ def processes(workers: int) -> Executor:
 
     def executor(
         runs: Sequence[Run], place: Place, inputs: Mapping[str, str], progress: Progress
-    ) -> Iterator[tuple[Run, Any]]:
+    ) -> Generator[tuple[Run, Result], None, None]:
         waiting = deque((run, 1) for run in runs)
         count = min(workers, len(runs))
         threads = place.threads or max(1, _cores() // count)
@@ -118,9 +119,11 @@ def _work(connection: Connection, place: Place, inputs: Mapping[str, str]) -> No
     while True:
         try:
             run = connection.recv()
-            connection.send(execute(run, place, inputs, connection.send))
         except (EOFError, OSError):  # the parent is gone
             return
+        result = execute(run, place, inputs, connection.send)
+        with suppress(OSError):
+            connection.send(result)
 
 
 def _follow_parent() -> None:

@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 @functools.cache
 def versions() -> dict[str, str]:
     """Of Python, of the packages that matter and are installed, and of CUDA."""
-    found = {"python": platform.python_version(), "alignattn": __version__}  # of the source that runs, sent or installed
+    found = {"python": platform.python_version(), "alignattn": __version__}  # of the source that runs
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

@@ -4,7 +4,9 @@ An executor takes runs and yields each with its result, in whatever order they e
 processes of one machine in pool.py, on a cluster in cluster.py. Result files are written here alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,12 +20,12 @@ from alignattn.results import Result, read, write
 
 PROBE_STEPS = 8
 
-Executor = Callable[[Sequence[Run], Place, Mapping[str, str], Progress], Iterator[tuple[Run, Result]]]
+Executor = Callable[[Sequence[Run], Place, Mapping[str, str], Progress], Generator[tuple[Run, Result], None, None]]
 
 
 def one_after_another(
     runs: Sequence[Run], place: Place, inputs: Mapping[str, str], progress: Progress
-) -> Iterator[tuple[Run, Result]]:
+) -> Generator[tuple[Run, Result], None, None]:
     """The executor that needs nothing: this process."""
     for run in runs:
         yield run, execute(run, place, inputs, progress)
@@ -79,13 +81,16 @@ def carry_out(plan: Sweep, executor: Executor = one_after_another, *, quiet: boo
     if not runs:
         return outcome
     steps = plan.recipe.train.steps_for(task_of(runs[0], plan.place).samples)
-    with tqdm(total=len(runs) * steps, unit="step", desc=plan.recipe.name, disable=quiet, smoothing=0.05) as bar:
+    with (
+        tqdm(total=len(runs) * steps, unit="step", desc=plan.recipe.name, disable=quiet, smoothing=0.05) as bar,
+        closing(executor(runs, plan.place, plan.inputs, bar.update)) as results,  # its workers end with it, at once
+    ):
         bar.set_postfix_str(f"0 of {len(runs)} runs")
-        for run, result in executor(runs, plan.place, plan.inputs, bar.update):
+        for run, result in results:
             write(result, plan.file(run))
             (outcome.failed if result.failed else outcome.finished).append(result)
-            if result.failed:
-                bar.write(f"FAILED {run.label}: {str(result.error).splitlines()[0]}")
+            if result.failed and not quiet:
+                bar.write(f"FAILED {run.label}: {str(result.error).splitlines()[0]}", file=sys.stderr)
             bar.set_postfix_str(f"{len(outcome.finished) + len(outcome.failed) - len(there)} of {len(runs)} runs")
     return outcome
 

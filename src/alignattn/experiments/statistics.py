@@ -81,8 +81,6 @@ def seeds_needed(effect: float) -> int | None:
 
     The effect is an estimate and so is this: about.
     """
-    if effect == 0 or not math.isfinite(effect):
-        return None
     counts = np.arange(FEWEST, MOST + 1)
     enough = _power(effect, counts) >= POWER  # NaN, as scipy has it far beyond the answer, is not enough
     return int(counts[enough.argmax()]) if enough.any() else None
@@ -121,8 +119,9 @@ def _bootstrap(ordered: np.ndarray) -> tuple[float, float]:
     """BCa interval of the mean; the same differences give the same interval, and mirrored ones the mirrored one."""
     mirrored = -ordered[::-1]
     flipped = mirrored.tolist() > ordered.tolist()
+    sample = mirrored if flipped else ordered
     found = stats.bootstrap(
-        (mirrored if flipped else ordered,),
+        (sample,),
         _rounded_mean,
         n_resamples=RESAMPLES,
         confidence_level=1 - LEVEL,
@@ -130,7 +129,7 @@ def _bootstrap(ordered: np.ndarray) -> tuple[float, float]:
         vectorized=True,
         rng=np.random.default_rng(0),  # the same results give the same table
     ).confidence_interval
-    low, high = float(found.low), float(found.high)
+    low, high = max(float(found.low), sample[0]), min(float(found.high), sample[-1])  # rounded means may lie beyond
     return (-high, -low) if flipped else (low, high)
 
 

@@ -26,7 +26,11 @@ def text(comparisons: Sequence[Comparison]) -> str:
 
 def markdown(comparisons: Sequence[Comparison], level: int = 2) -> str:
     """For documents."""
-    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", piped, lambda note: f"- {note}")
+
+    def item(note: str) -> str:
+        return "- " + note.replace("<", "\\<")  # an error may name a <class>, which HTML would swallow
+
+    return _pages(comparisons, lambda title: f"{'#' * level} {title}\n", piped, item)
 
 
 def as_csv(comparisons: Sequence[Comparison]) -> str:
@@ -89,20 +93,20 @@ def differences(comparison: Comparison) -> Table:
 def notes(comparison: Comparison) -> list[str]:
     """What a reader should know beside the tables."""
     every = [cell.difference for row in comparison.rows for cell in row.cells.values() if cell.difference is not None]
+    found = ["Mean ± deviation between seeds."]
     if every:
         legend = f"{LEGEND}; ◆ differs" if any(d.verdict == "differs" for d in every) else LEGEND
-        found = [
-            f"Mean ± deviation between seeds; {legend}.",
+        found = [f"Mean ± deviation between seeds; {legend}."]
+        found.append(
             "Differences are paired over seeds: bootstrap interval (BCa), paired t-test, Cohen's d for pairs. With few "
-            "seeds the interval is too narrow, and may leave out zero where the test cannot tell: the test decides.",
-        ]
-    else:
-        there = any(row.method == SOFT and row.seeds for row in comparison.rows)
-        why = "no seed that soft attention has too" if there else "no finished run of soft attention"
-        found = ["Mean ± deviation between seeds.", f"No differences: there is {why}."]
+            "seeds the interval is too narrow, and may leave out zero where the test cannot tell: the test decides."
+        )
+    elif any(row.method != SOFT for row in comparison.rows):
+        found.append("No differences: soft attention has no finished run of the same seed.")
     if any(d.more_seeds is not None for d in every):
         found.append(
-            f"So many seeds more would tell in {POWER:.0%} of cases, were the difference the one seen: a rough guide."
+            "How many seeds more would tell: as many as find the difference seen, were it the true one, "
+            f"in {100 * POWER:g} % of cases."
         )
     if comparison.tests:
         tests = "1 test" if comparison.tests == 1 else f"{comparison.tests} tests"
@@ -126,7 +130,8 @@ def _unpaired(comparison: Comparison) -> list[str]:
         counts = {(cell.difference.seeds, cell.seeds) for cell in row.cells.values() if cell.difference is not None}
         for pairs, seeds in sorted(counts):
             if pairs < seeds:
-                found.append(f"{row.label}: {pairs} of {seeds} seeds are in differences, those of soft attention too.")
+                which = "those that soft attention has too"
+                found.append(f"{row.label}: differences are over {pairs} of its {seeds} seeds, {which}.")
     return found
 
 

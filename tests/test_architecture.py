@@ -67,7 +67,7 @@ ALLOWED = {
     "report": {"results", "plots"},
     "plots": {"results"},
 }
-ON_TOP = {"__init__", "__main__", "cli", "demo", "experiments"}  # may import everything below them
+ON_TOP = {"__init__", "__main__", "cli", "demo", "experiments", "finetune"}  # may import everything below them
 
 
 def part_of(file: Path) -> str:

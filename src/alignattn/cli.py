@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from alignattn import __version__
 from alignattn.errors import AlignmentError, AlignmentWarning
+from alignattn.finetune import command as finetune_command
 
 if TYPE_CHECKING:
     from alignattn.experiments.recipe import Recipe
@@ -116,9 +117,13 @@ def _compare(options: argparse.Namespace) -> int:
         raise AlignmentError(f"compare needs {error.name}: pip install 'alignattn[demo]'") from error
     from alignattn.results import read_all
 
-    metrics = options.metrics.split(",") if options.metrics else None
+    metrics = _names(options.metrics) if options.metrics else None
     print(tables.FORMATS[options.format](compare.compare(read_all(options.results), metrics)), end="")
     return 0
+
+
+def _finetune(options: argparse.Namespace) -> int:
+    return finetune_command.carry_out(options, print)
 
 
 def _executor(options: argparse.Namespace) -> "Executor":
@@ -217,6 +222,12 @@ def _parser() -> argparse.ArgumentParser:
         help="run on a Ray cluster; without ADDRESS on RAY_ADDRESS's, or a fresh one here. "
         "--workers says how many runs share an accelerator",
     )
+
+    finetune = commands.add_parser(
+        "finetune", help="fine-tune a model on a CSV, TSV, JSONL or Parquet file of your own"
+    )
+    finetune.set_defaults(handler=_finetune)
+    finetune_command.add_options(finetune)
 
     compare = commands.add_parser("compare", help="set results beside soft attention and the paper, with a verdict")
     compare.set_defaults(handler=_compare)

@@ -37,6 +37,7 @@ METRICS: Mapping[str, Metric] = {
     "matthews": Metric("Matthews %", higher_is_better=True),
     "pearson": Metric("Pearson %", higher_is_better=True),
     "spearman": Metric("Spearman %", higher_is_better=True),
+    "rmse": Metric("RMSE", higher_is_better=False, digits=4),
     "exact_match": Metric("exact match %", higher_is_better=True),
     "pavpu": Metric("PAvPU %", higher_is_better=True),
     "ece": Metric("ECE %", higher_is_better=False),

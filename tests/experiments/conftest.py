@@ -14,8 +14,7 @@ def encoder_folder(tmp_path):
 
     folder = tmp_path / "tiny-bert"
     folder.mkdir()
-    (folder / "vocab.txt").write_text("\n".join(WORDS))
-    BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(folder)
     config = BertConfig(
         vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )

@@ -5,10 +5,11 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_digits import ARGUMENTS, die_in_writing, files, gone, run_quietly, until
+from tiny_digits import ARGUMENTS, die_in_writing, files, finish, gone, run_quietly, tiny_sweep, until
 
 from alignattn import cli
 
@@ -71,21 +72,23 @@ def test_kills_at_random_moments_change_nothing(tmp_path, forked):
 
 
 def test_a_kill_at_any_line_of_writing_leaves_the_file_whole_or_absent(tmp_path, forked):
-    arguments = [*ARGUMENTS, "--methods", "soft", "--seeds", "1", "--out"]
-    assert cli.main([*arguments, str(tmp_path / "unbroken")]) == 0
+    plan = tiny_sweep(tmp_path / "unbroken", {"seeds": 1, "align": {"methods": ["soft"]}})
+    (result,) = finish(plan).finished
     expected = files(tmp_path / "unbroken")
     left = []
     for line in range(1000):
-        out = tmp_path / f"line {line}"
-        process = forked(die_in_writing, [*arguments, str(out)], line)
+        broken = replace(plan, out=tmp_path / f"line {line}")
+        process = forked(die_in_writing, result, broken.file(plan.recipe.runs()[0]), line)
         process.join()
-        assert expected.items() >= files(out).items()
-        left.append(len(files(out)))
-        if line % 5 == 0 or process.exitcode == 0:
-            assert cli.main([*arguments, str(out)]) == 0 and files(out) == expected
+        there = files(broken.out)
+        assert there in ({}, expected)
+        left.append(len(there))
+        assert [len(part) for part in broken.parted()] == [len(there), 1 - len(there)]
         if process.exitcode == 0:  # there are no more lines
             break
         assert process.exitcode == -9
+        if line % 8 == 0:
+            assert finish(broken).before == len(there) and files(broken.out) == expected
     assert len(left) > 15
     assert left == sorted(left) and set(left) == {0, 1}  # none, and from some line on the whole
 

@@ -123,14 +123,15 @@ def run_quietly(arguments: list[str]) -> None:
         sys.exit(cli.main(arguments))
 
 
-def die_in_writing(arguments: list[str], lines: int) -> None:
-    """The same; killed after so many lines of the function that writes files, and of pathlib while it is at it."""
+def die_in_writing(result: Result, path: Path, lines: int) -> None:
+    """Killed after so many lines of the function that writes files, and of those that it calls on paths."""
     left = lines
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        ours = frame.f_code is results.write_whole.__code__
-        if not ours and not (frame.f_code.co_filename.endswith("pathlib.py") and writing(frame)):
+        code, caller = frame.f_code, frame.f_back and frame.f_back.f_code
+        ours = results.write_whole.__code__
+        if code is not ours and not (caller is ours and code.co_name in ("mkdir", "chmod", "replace", "write_text")):
             return None
         if event == "line":
             if left == 0:
@@ -138,11 +139,8 @@ def die_in_writing(arguments: list[str], lines: int) -> None:
             left -= 1
         return trace
 
-    def writing(frame: Any) -> bool:
-        return frame is not None and (frame.f_code is results.write_whole.__code__ or writing(frame.f_back))
-
     sys.settrace(trace)
-    run_quietly(arguments)
+    results.write(result, path)
 
 
 def gone(pid: int, seconds: float) -> bool:

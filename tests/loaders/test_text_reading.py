@@ -38,7 +38,7 @@ def test_only_a_newline_ends_a_line(tmp_path, odd):
 @pytest.mark.parametrize("packed", [False, True])
 def test_marks_and_ends_are_no_part_of_the_data(tmp_path, content, packed):
     if packed:
-        (tmp_path / "imdb.gz").write_bytes(gzip.compress(content))
+        (tmp_path / "imdb.gz").write_bytes(gzip.compress(content, mtime=0))
     else:
         (tmp_path / "imdb").write_bytes(content)
     data = load("imdb", "test", tmp_path, strict=True)
@@ -70,7 +70,7 @@ def test_empty_lines_in_the_middle_keep_their_numbers(tmp_path):
 
 
 CONTENT = "".join(f"{i % 2} sentence {i * 7919}\n" for i in range(2000)).encode()
-PACKED = gzip.compress(CONTENT)
+PACKED = gzip.compress(CONTENT, mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path, name, content):
     with pytest.raises(DataError, match=f"{file} is empty"):
         load(name, "dev", tmp_path)
     file.unlink()
-    Path(f"{file}.gz").write_bytes(gzip.compress(content))
+    Path(f"{file}.gz").write_bytes(gzip.compress(content, mtime=0))
     with pytest.raises(DataError, match=f"{file}.gz is empty"):
         load(name, "dev", tmp_path)
 
@@ -127,7 +127,7 @@ LAST = CELL.filter(lambda text: not text.endswith("\r"))
 def round_trip(name: str, split: str, file: str, content: str, packed: bool):
     with tempfile.TemporaryDirectory() as folder:
         if packed:
-            (Path(folder) / f"{file}.gz").write_bytes(gzip.compress(content.encode()))
+            (Path(folder) / f"{file}.gz").write_bytes(gzip.compress(content.encode(), mtime=0))
         else:
             (Path(folder) / file).write_bytes(content.encode())
         data = load(name, split, folder, strict=True)

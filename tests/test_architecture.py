@@ -8,7 +8,7 @@ import alignattn
 PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
-ANYONE = {"errors"}
+ANYONE = {"errors", "files"}
 CORE = {
     "capture",
     "matching",
@@ -20,6 +20,7 @@ CORE = {
     "share",
     "updates",
     "meter",
+    "state",
     "checkpoint",
     "advice",
     "alignment",
@@ -27,6 +28,7 @@ CORE = {
 }
 ALLOWED = {
     "errors": set(),
+    "files": set(),
     "capture": set(),
     "matching": set(),
     "metrics": set(),
@@ -38,7 +40,8 @@ ALLOWED = {
     "objective": {"capture", "config", "finite", "matching"},
     "passes": {"capture"},
     "meter": set(),
-    "checkpoint": {"config"},
+    "state": {"adversary", "matching"},
+    "checkpoint": {"config", "state"},
     "share": set(),
     "updates": set(),
     "advice": {"capture", "config", "matching"},
@@ -48,6 +51,7 @@ ALLOWED = {
         "checkpoint",
         "integrations",
         "meter",
+        "state",
         "advice",
         "capture",
         "config",

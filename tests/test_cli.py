@@ -136,12 +136,12 @@ def test_a_failed_run_is_reported_and_costs_no_other(tmp_path, capsys, monkeypat
     monkeypatch.setattr(Digits, "evaluate", broken)
     assert cli.main(tiny(tmp_path)) == 1
     told = capsys.readouterr()
-    assert "1 runs finished" in told.out
+    assert "1 run finished" in told.out
     assert "FAILED soft, seed 0: ZeroDivisionError: just this once" in told.err and "tries them again" in told.err
     assert cli.main(["compare", str(tmp_path)]) == 0
     assert "0 (1 failed)" in capsys.readouterr().out
     assert cli.main(tiny(tmp_path)) == 0
-    assert "1 runs finished, 1 were there already" in capsys.readouterr().out
+    assert "1 run finished, 1 were there already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the pictures show, read off the artists: points, colours, heights, bytes, and that nothing is left behind."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -303,7 +304,7 @@ def test_a_picture_is_readable_by_those_who_may_read_the_folder(tmp_path):
     assert (tmp_path / "new" / "a.png").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@pytest.mark.parametrize("broken", [(Figure, "savefig"), (Path, "write_bytes"), (Path, "replace")])
+@pytest.mark.parametrize("broken", [(Figure, "savefig"), (os, "fsync"), (Path, "replace")])
 def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
     path = tmp_path / "a.png"
     path.write_text("old")

@@ -7,7 +7,9 @@ import math
 import re
 from pathlib import Path
 
+from alignattn.config import METHODS
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
+from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import LEGEND, MARKS, differences, notes, piped, summary
 from alignattn.results import Result, read_all
 
@@ -16,7 +18,7 @@ RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- results: make tables -->\n).*?(<!-- /results -->)", re.DOTALL)
-METHODS = ("soft", "gan", "ot", "ct", "mmd")
+KINDS = (SOFT, *METHODS)
 
 INTRODUCTION = """# Results
 
@@ -54,14 +56,14 @@ def page(comparisons: list[Comparison], results: list[Result]) -> str:
 
 def block(comparisons: list[Comparison]) -> str:
     """The table of the README: each recipe's first metric, and how far apart keys and queries are."""
-    rows = [["recipe", "seeds", "", *METHODS]]
+    rows = [["recipe", "seeds", "", *KINDS]]
     for comparison in comparisons:
         seeds = {row.method: len(row.seeds) for row in comparison.rows}
         for name in (comparison.metrics[0], "mmd"):
             cells = {row.method: row.cells.get(name) for row in comparison.rows}
             label = f"`{comparison.name}`" if name != "mmd" else ""
             count = str(max(seeds.values())) if name != "mmd" else ""
-            values = [_short(cells.get(method), metric(name).digits if name != "mmd" else 1) for method in METHODS]
+            values = [_short(cells.get(method), metric(name).digits if name != "mmd" else 1) for method in KINDS]
             rows.append([label, count, metric(name).label, *values])
     lines = [
         piped(rows),

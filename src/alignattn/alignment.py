@@ -7,7 +7,6 @@ calls that were captured. (Zhang et al. 2021, equation 1, prints `log p + weight
 minimises L_align: a slip of sign.)
 """
 
-import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from alignattn import checkpoint
+from alignattn import checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
 from alignattn.capture import QueryKey, Site, Tap
@@ -33,8 +32,6 @@ from alignattn.objective import Objective, hand_to_projections
 from alignattn.passes import Passes
 from alignattn.share import share_of_update
 from alignattn.updates import Updates
-
-STATE_FORMAT = 1
 
 _aligned: WeakSet[nn.Module] = WeakSet()
 
@@ -190,13 +187,13 @@ class Alignment:
             self._passes.weigh(share_of_update(self._tap.model, labels, items, kwargs.get("shift_labels")))
         if self.config.add_to_outputs and self._is_transformers():
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
-                self.meter.add({"task_loss": output["loss"]})
+                self.meter.add(("task_loss",), output["loss"])
                 output["loss"] = output["loss"] + self._term().to(output["loss"].device)
                 self._added_to_outputs = True
                 return output
             if isinstance(output, tuple) and has_labels and _is_number(output[0]):
                 self._added_to_outputs = True
-                self.meter.add({"task_loss": output[0]})
+                self.meter.add(("task_loss",), output[0])
                 return (output[0] + self._term().to(output[0].device), *output[1:])
         done.watch_backward()
         return None
@@ -235,7 +232,7 @@ class Alignment:
         weight = self.config.weight_at(self._closed)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         term, self.parts = objective(self.objective, forwards, weight, self._finite)
-        self.meter.add(self._measured(weight))
+        self._measure(weight)
         self._open = True
         if self.adversary is not None:
             self.adversary.due = True
@@ -255,13 +252,13 @@ class Alignment:
             self.adversary.step()
         self._closed, self._open = self.steps, False
 
-    def _measured(self, weight: float) -> dict[str, Tensor]:
+    def _measure(self, weight: float) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
         device = next(iter(self.parts.values())).device
         parts = torch.stack([part.to(device) for part in self.parts.values()])
         whole = weight * (parts.mean() if self.config.reduction == "mean" else parts.sum())
-        named = {f"alignment/{name}": part for name, part in self.parts.items()}
-        return {"alignment_loss": whole, "alignment_weight": whole.new_tensor(weight), **named}
+        names = ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in self.parts))
+        self.meter.add(names, torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts]))
 
     def _ensure_networks(
         self, names: list[str], width: int, device: torch.device, among: list[list[QueryKey]] | None = None
@@ -288,7 +285,7 @@ class Alignment:
                 return loss
             if kwargs.get("num_items_in_batch") is not None and labels is not None and self._tap is not None:
                 self._passes.weigh(share_of_update(self._tap.model, labels, kwargs["num_items_in_batch"]))
-            self.meter.add({"task_loss": loss})
+            self.meter.add(("task_loss",), loss)
             return loss + self.loss().to(loss.device)
 
         return with_term
@@ -311,42 +308,14 @@ class Alignment:
         not wait for the others. Then its gradients are saved; to have the step in the state, call `advance()` in every
         process before.
         """
-        adversary = {} if self.adversary is None else self.adversary.state_dict()
-        return {
-            "format": STATE_FORMAT,
-            "method": self.config.method,
-            "steps": self.steps,
-            "rows": [[name, width, bank, row] for (name, width), (bank, row) in self.matcher.rows.items()],
-            "networks": self.matcher.state_dict(),
-            "adversary": adversary,
-        }
+        return state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
-        if state.get("format") != STATE_FORMAT:
-            raise ConfigError(f"This state has format {state.get('format')!r}; this version reads {STATE_FORMAT}.")
-        if state["method"] != self.config.method:
-            raise ConfigError(
-                f"This state is of method {state['method']!r}, and the alignment of {self.config.method!r}."
-            )
-        rows = {(name, width): (bank, row) for name, width, bank, row in state["rows"]}
-        if self._tap is not None:
-            names = {site.name for site in self._tap.sites}
-            strangers = sorted({name for name, _ in rows} - names)
-            if strangers:
-                raise ConfigError(f"This state is of another model: it has {strangers[0]}, and the model has not.")
-        banks, old_rows, before = self.matcher.banks, self.matcher.rows, copy.deepcopy(self.matcher.state_dict())
-        try:
-            if rows != old_rows:  # otherwise the parameters stay the objects that an optimizer may hold
-                self._make_banks(rows)
-            self.matcher.load_state_dict(state["networks"])
-            if self.adversary is not None:
-                self.adversary.load_state_dict(state["adversary"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            self.matcher.banks, self.matcher.rows = banks, old_rows
-            self.matcher.load_state_dict(before)
-            raise ConfigError(f"This state does not fit the alignment, which stays as it was: {error}") from error
-        self._closed, self._open = int(state["steps"]), False
+        layers = None if self._tap is None else {site.name for site in self._tap.sites}
+        method = self.config.method
+        self._closed = state.put(saved, self.matcher, self.adversary, method=method, layers=layers)
+        self._open = False
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""
@@ -355,20 +324,20 @@ class Alignment:
 
     def restore(self, folder: str | Path) -> None:
         """Continue from what save() wrote. Nothing is changed if it does not fit."""
-        _, _, state = checkpoint.read(Path(folder))
-        self.load_state_dict(state)
+        _, _, saved = checkpoint.read(Path(folder))
+        self.load_state_dict(saved)
 
     @classmethod
     def load(cls, model: nn.Module, folder: str | Path) -> Self:
         """Attach to a model what save() wrote, configured as it was, to the layers that it had."""
-        arguments, layers, state = checkpoint.read(Path(folder))
+        arguments, layers, saved = checkpoint.read(Path(folder))
         known = {site.name for site in find_sites(model)}
         strangers = [name for name in layers if name not in known]
         if strangers:
             raise DataError(f"{folder} is of another model: it has {strangers[0]}, and {type(model).__name__} has not.")
         alignment = cls(**arguments).attach(model, layers or None)
         try:
-            alignment.load_state_dict(state)
+            alignment.load_state_dict(saved)
         except BaseException:
             alignment.detach()
             raise
@@ -382,15 +351,6 @@ class Alignment:
         from alignattn.integrations.trainer import AlignmentCallback
 
         return AlignmentCallback(self)
-
-    def _make_banks(self, rows: dict[tuple[str, int], tuple[int, int]]) -> None:
-        """Networks for these layers, in these banks and rows."""
-        device = next((t.device for t in self.matcher.parameters()), torch.device("cpu"))
-        self.matcher.banks, self.matcher.rows = nn.ModuleList(), {}
-        for bank in sorted({bank for bank, _ in rows.values()}):
-            members = sorted((row, name, width) for (name, width), (b, row) in rows.items() if b == bank)
-            for width in dict.fromkeys(width for _, _, width in members):
-                self.matcher.ensure([name for _, name, w in members if w == width], width, device)
 
 
 def align(

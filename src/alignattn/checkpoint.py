@@ -6,8 +6,6 @@ checkpoint.
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,14 +18,15 @@ from torch import Tensor
 
 from alignattn.config import METHODS, AlignmentConfig, Ramp
 from alignattn.errors import ConfigError, DataError
+from alignattn.files import write_whole
+from alignattn.state import FORMAT as STATE_FORMAT
 
-FORMAT = 1
+FORMAT = 1  # of the folder
 TENSORS, SETTINGS = "alignment.safetensors", "alignment.json"
 
 
 def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mapping[str, Any]) -> None:
     """Write both files, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"networks.{name}": value for name, value in state["networks"].items()}
     adversary = state["adversary"]
     for index, values in adversary.get("moments", {}).items():
@@ -44,8 +43,8 @@ def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mappi
         "rows": state["rows"],
         "tensors": hashlib.sha256(packed).hexdigest(),
     }
-    _write_whole(folder / TENSORS, packed)
-    _write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+    write_whole(folder / TENSORS, packed)
+    write_whole(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
@@ -91,7 +90,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
     last = max(gradients, default=-1)
     adversary = {"moments": optimizer, "gradients": [gradients.get(i) for i in range(last + 1)]}
     return {
-        "format": FORMAT,
+        "format": STATE_FORMAT,
         "method": settings["config"]["method"],
         "steps": int(settings["steps"]),
         "rows": [(str(name), int(width), int(bank), int(row)) for name, width, bank, row in settings["rows"]],
@@ -126,15 +125,3 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     if "adversary_betas" in values:
         values["adversary_betas"] = tuple(values["adversary_betas"])
     return {**values, **matcher, "weight": weight}
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -99,7 +99,7 @@ def _report(outcome: "Outcome", plan: "Sweep") -> int:
     new = len(outcome.finished) - outcome.before
     before = f", {outcome.before} were there already" if outcome.before else ""
     folder = plan.out / plan.recipe.name
-    print(f"{new} runs finished{before}. Results: {folder}")
+    print(f"{new} {'run' if new == 1 else 'runs'} finished{before}. Results: {folder}")
     if outcome.finished:
         print(f"Compare them: alignattn compare {shlex.quote(str(folder))}")
     for result in outcome.failed:
@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="run on a Ray cluster; without ADDRESS on RAY_ADDRESS's, or a fresh one here. "
+        help="run on a Ray cluster; without ADDRESS on RAY_ADDRESS's, one that runs here, or a fresh one. "
         "--workers says how many runs share an accelerator",
     )
 

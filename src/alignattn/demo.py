@@ -22,7 +22,8 @@ from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import text
 from alignattn.experiments.tasks.digits import Digits
 from alignattn.experiments.training import Place, Trained, train
-from alignattn.results import Result, write_whole
+from alignattn.files import write_whole
+from alignattn.results import Result
 
 SHOWN = "mmd"  # beside soft attention, in the pictures
 CLOUD = 400  # tokens of each cloud

@@ -5,27 +5,24 @@ from torch import Tensor
 
 
 class Meter:
-    """Sums on the device; one transfer when they are read."""
+    """Sums on the device, one addition a loss however many layers there are; one transfer when they are read."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._sums: dict[tuple[str, ...], Tensor] = {}  # of values that come together, in one vector
+        self._counts: dict[tuple[str, ...], int] = {}
 
     @torch.no_grad()
-    def add(self, values: dict[str, Tensor]) -> None:
-        """Of one loss."""
-        for name, value in values.items():
-            value = value.detach().float()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-            self._counts[name] = self._counts.get(name, 0) + 1
+    def add(self, names: tuple[str, ...], values: Tensor) -> None:
+        """One value for each name, of one loss."""
+        values = values.detach().float().reshape(-1)
+        self._sums[names] = self._sums[names] + values if names in self._sums else values
+        self._counts[names] = self._counts.get(names, 0) + 1
 
     def read(self) -> dict[str, float]:
         """Means since the last reading; empty if there was no loss."""
-        if not self._sums:
-            return {}
-        device = next(iter(self._sums.values())).device
-        values = torch.stack([value.to(device) for value in self._sums.values()]).tolist()
-        means = {name: value / self._counts[name] for name, value in zip(self._sums, values, strict=True)}
+        means: dict[str, float] = {}
+        for names, total in self._sums.items():
+            means |= zip(names, (total / self._counts[names]).tolist(), strict=True)
         self._sums.clear()
         self._counts.clear()
         return means

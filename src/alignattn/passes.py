@@ -107,14 +107,14 @@ class Passes:
         self.waiting.append(self.recording)
 
     def weigh(self, share: Callable[[int], Tensor]) -> None:
-        """Give the samples of the pass that ended last their weights; `share` makes those of so many samples."""
-        last = self.waiting[-1]
+        """Give the samples of passes that have none yet their weights; `share` makes those of so many samples."""
         weights: dict[int, Tensor] = {}
-        for record in last.records:
-            samples = len(record.query)
-            if samples not in weights:
-                weights[samples] = share(samples)
-        last.records = [replace(record, sample_weight=weights[len(record.query)]) for record in last.records]
+        for one in self.waiting:
+            for place, record in enumerate(one.records):
+                samples = len(record.query)
+                if record.sample_weight is None:
+                    weights[samples] = weights[samples] if samples in weights else share(samples)
+                    one.records[place] = replace(record, sample_weight=weights[samples])
 
     def take(self) -> list[list[QueryKey]]:
         """The records of all that waited; none do any more."""

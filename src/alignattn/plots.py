@@ -9,7 +9,6 @@ none needs a display, and rcParams stay as they are.
 """
 
 import textwrap
-import uuid
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from math import ceil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignattn.errors import AlignmentError, ConfigError, NonFiniteError, ShapeError, unknown
+from alignattn.files import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,13 +100,7 @@ def save(figure: "Figure", path: str | Path, *, dpi: int = 200) -> None:
     picture = BytesIO()
     with mpl.rc_context({"svg.hashsalt": "alignattn"}):  # otherwise the names inside an svg are random
         figure.savefig(picture, format=suffix, dpi=dpi, metadata=UNDATED[suffix])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_bytes(picture.getvalue())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, picture.getvalue())
 
 
 def _calibration_error(bins: Mapping[str, "Array"]) -> float:

@@ -7,9 +7,7 @@ interrupted leaves none. JSON knows no NaN and no infinity: those stand as the s
 
 import json
 import math
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from alignattn.errors import AlignmentWarning, DataError
+from alignattn.files import write_whole
 
 SCHEMA = 1
 
@@ -144,22 +143,6 @@ def write(result: Result, path: Path) -> None:
     write_whole(path, result.to_json())
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all: a reader, or a crash, never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(0o666 & ~_umask())  # mkstemp keeps others out; a result is for all who may read the folder
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
 def read(path: Path) -> Result:
     """Read one result file; a DataError names it and says what is wrong."""
     try:
@@ -219,9 +202,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return str(error)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -6,6 +6,7 @@ does alignment: a sample counts by its labels, as in the task's loss, and what a
 however the update is cut into batches.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ def share_of_update(
 
 def _shifts_labels(model: nn.Module) -> bool:
     """Whether the model predicts the next token, and so has nothing to say to the first label: the Trainer's rule."""
+    if "transformers" not in sys.modules:
+        return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     inner: Any = model

@@ -478,7 +478,7 @@ def test_the_papers_value_stands_beside_the_right_cell():
     # The paper has no F1 of MRPC, no other split, and its QQP is of a model that was trained on QQP.
     others = [row.cells[name].paper for row in comparison.rows for name in metrics if name != "accuracy"]
     assert others == [None] * len(others) and len(others) == 4 * 5
-    assert comparison.paper == "glue"
+    assert comparison.paper["table"] == "glue"
 
 
 def test_out_of_domain_the_column_is_that_of_the_data():
@@ -490,14 +490,14 @@ def test_out_of_domain_the_column_is_that_of_the_data():
     assert found == {"accuracy": 90.65, "accuracy@mnli": 74.23, "ece@mnli": 5.65, "mmd@mnli": None}
     assert soft.cells["ece@mnli"].paper.mean == 7.03 and soft.cells["ece@mnli"].paper.deviation is None
     assert all(cell.paper is None for cell in ot.cells.values())
-    assert comparison.paper == "domain:bert-base"
+    assert comparison.paper["model"] == "bert-base"
     roberta = [replace(r, recipe=RECIPE | {"paper": DOMAIN | {"model": "roberta-base"}}) for r in results]
     assert one(roberta, ["accuracy@mnli"]).rows[2].cells["accuracy@mnli"].paper.mean == 79.60
 
 
 def test_without_a_reference_there_is_nothing_of_the_paper():
     comparison = one([run("gan", 0, 80.0)])
-    assert comparison.paper == "" and comparison.rows[0].cells["accuracy"].paper is None
+    assert comparison.paper is None and comparison.rows[0].cells["accuracy"].paper is None
 
 
 def test_the_papers_value_stands_also_where_every_run_failed():

@@ -85,7 +85,7 @@ def test_workers_take_turns_at_the_accelerators(monkeypatch):
 
 def test_workers_share_the_cores_unless_threads_are_named(tmp_path, monkeypatch):
     """Seen in what the workers are given; none is started."""
-    monkeypatch.setattr(pool, "_cores", lambda: 5)
+    monkeypatch.setattr(pool, "cores", lambda: 5)
     monkeypatch.setattr(pool._Worker, "begin", lambda self, run, attempt: crew.append((self.place.threads, run)))
     plan = tiny_sweep(tmp_path)
     runs = plan.recipe.runs()

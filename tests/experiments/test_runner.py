@@ -250,7 +250,7 @@ def test_an_error_is_told_without_the_folders_of_this_machine(tmp_path, monkeypa
     assert f"FAILED mmd 0.1, seed 0: {error}" in shown.err and "1 runs failed" in shown.err
     monkeypatch.undo()
     assert cli.main([*ARGUMENTS, "--out", str(tmp_path / "out")]) == 0
-    assert "1 runs finished, 3 were there already." in capsys.readouterr().out
+    assert "1 run finished, 3 were there already." in capsys.readouterr().out
     assert files(tmp_path) == {plan_file.name: dict(read(plan_file).metrics) for plan_file in tmp_path.rglob("*.json")}
 
 

@@ -56,7 +56,7 @@ OT = row(
     failed=("seed 1: ValueError: no", "seed 2: OSError: disk"),
     accuracy=Cell(79.0, nan, 1, PaperValue(87.0, 0.2), difference(-1.0, nan, nan, nan, nan, "cannot tell", seeds=1)),
 )
-WHOLE = table(SOFT, GAN, OT, metrics=("accuracy", "ece"), paper="glue")
+WHOLE = table(SOFT, GAN, OT, metrics=("accuracy", "ece"), paper={"table": "glue"})
 
 
 # Text
@@ -123,7 +123,7 @@ rows_ = st.builds(
     cells=st.dictionaries(st.sampled_from(["accuracy", "ece", "brier@noisy"]), cells_),
 )
 tables_ = st.lists(rows_, min_size=1, max_size=4).map(
-    lambda rows: table(*rows, metrics=("accuracy", "ece", "brier@noisy"), paper="glue")
+    lambda rows: table(*rows, metrics=("accuracy", "ece", "brier@noisy"), paper={"table": "glue"})
 )
 
 
@@ -455,10 +455,10 @@ def test_seeds_that_are_in_the_mean_and_in_no_difference_are_named():
 
 def test_the_paper_is_named_where_its_values_are():
     assert said(WHOLE, "paper's").endswith("GLUE and SQuAD benchmarks, ALBERT-base.")
-    domain = table(SOFT, paper="domain:bert-base")
+    domain = table(SOFT, paper={"table": "domain", "model": "bert-base"})
     assert said(domain, "paper's").endswith("Table 2: Results of domain generalization, bert-base.")
     assert not said(table(SOFT), "paper's")
-    assert not said(table(row(accuracy=Cell(1.0, 0.1, 3)), paper="glue"), "paper's")
+    assert not said(table(row(accuracy=Cell(1.0, 0.1, 3)), paper={"table": "glue"}), "paper's")
 
 
 def test_the_verdict_is_that_of_the_difference():

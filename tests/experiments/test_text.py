@@ -8,8 +8,8 @@ from alignattn import metrics
 from alignattn.errors import ConfigError, DataError
 from alignattn.experiments.recipe import load
 from alignattn.experiments.runner import carry_out, estimate, sweep
-from alignattn.experiments.tasks.pretrained import fingerprints, load_model
 from alignattn.experiments.training import Place, task_of, train
+from alignattn.models.pretrained import fingerprints, load_model
 from alignattn.results import Result
 
 
@@ -194,5 +194,5 @@ def test_a_model_of_the_hub_is_found_in_its_cache_and_known_by_its_commit(encode
     assert fingerprints("owner/tiny") == {"model/owner/tiny": commit}
     model = load_model("owner/tiny", outputs=3, dropout=None, classifier_dropout=None, padding=0)
     assert model.config.num_labels == 3
-    with pytest.raises(DataError, match=r"The model 'owner/absent' cannot be loaded.*--model FOLDER"):
+    with pytest.raises(DataError, match=r"The model 'owner/absent' cannot be loaded.*--model MODEL"):
         fingerprints("owner/absent")

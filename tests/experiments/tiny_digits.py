@@ -18,6 +18,7 @@ from alignattn.experiments.recipe import Recipe, Run
 from alignattn.experiments.runner import Outcome, Sweep, carry_out, sweep
 from alignattn.experiments.settings import TrainSettings
 from alignattn.experiments.training import Place
+from alignattn.files import write_whole
 from alignattn.results import Result, read
 
 PLACE = Place(device="cpu", threads=1, command="alignattn run digits")
@@ -130,8 +131,8 @@ def die_in_writing(result: Result, path: Path, lines: int) -> None:
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
         code, caller = frame.f_code, frame.f_back and frame.f_back.f_code
-        ours = results.write_whole.__code__
-        if code is not ours and not (caller is ours and code.co_name in ("mkdir", "chmod", "replace", "write_text")):
+        ours = write_whole.__code__
+        if code is not ours and not (caller is ours and code.co_name in ("mkdir", "chmod", "replace")):
             return None
         if event == "line":
             if left == 0:

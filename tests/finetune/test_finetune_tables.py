@@ -64,7 +64,7 @@ def test_a_json_list_is_read_too(tmp_path):
     assert tables.read(write(tmp_path / "a.json", json.dumps(rows, indent=1))).rows == rows
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pip install pyarrow")
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pip install 'alignattn[parquet]'")
 def test_parquet_is_read(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
@@ -78,7 +78,7 @@ def test_parquet_is_read(tmp_path):
 
 def test_without_pyarrow_the_sentence_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(DataError, match="pip install pyarrow"):
+    with pytest.raises(DataError, match=r"alignattn\[parquet\]"):
         tables.read(write(tmp_path / "a.parquet", "x"))
 
 

@@ -10,36 +10,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tiny_training import ONE_GRADIENT, arguments, make_classifier, sentences
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import Trainer
 
 import alignattn
 
 STEPS, RATE = 3, 0.1
 
 
-def make_model() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=50, **sizes, **rates))
-
-
-def rows(count: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(5, 50, (8,), generator=generator),
-            "attention_mask": (torch.arange(8) < 4 + i % 5).long(),
-            "labels": torch.tensor(i % 2),
-        }
-        for i in range(count)
-    ]
-
-
-DATA = rows(4 * STEPS)
+DATA = sentences(4 * STEPS)
 
 
 def joined(step: int) -> dict[str, torch.Tensor]:
@@ -49,7 +31,7 @@ def joined(step: int) -> dict[str, torch.Tensor]:
 
 def alone(method: str, task: float = 1.0) -> tuple[list[torch.Tensor], alignattn.Alignment]:
     """The same training in one process, on whole batches, the task's loss multiplied by a factor."""
-    model = make_model().train()
+    model = make_classifier().train()
     alignment = alignattn.align(model, method, weight=0.5, add_to_outputs=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     all_reduce, dist.all_reduce = dist.all_reduce, lambda flat: flat.mul_(2)  # a process for itself
@@ -87,24 +69,11 @@ def half(step: int) -> dict[str, torch.Tensor]:
 
 def with_trainer(method: str, folder: Path) -> None:
     averaged = method == "gan"  # both of the Trainer's ways of sharing a loss out over processes
-    model = make_model()
+    model = make_classifier()
     alignment = alignattn.align(model, method, weight=0.5)
-    args = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        max_steps=STEPS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        report_to=[],
-        use_cpu=True,
-        save_steps=2,
-        logging_steps=1,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        average_tokens_across_devices=averaged,
-    )
+    changes = {"max_steps": STEPS, "learning_rate": RATE, "save_strategy": "steps", "save_steps": 2}
+    changes |= {"per_device_train_batch_size": 2, "average_tokens_across_devices": averaged}
+    args = arguments(folder, **(ONE_GRADIENT | changes))
     # The sampler deals rows out in turn: 0, 2 | 1, 3. A batch is the same set of rows either way.
     order = [DATA[4 * (i // 4) + [0, 2, 1, 3][i % 4]] for i in range(len(DATA))]
     trainer = Trainer(model=model, args=args, train_dataset=order, callbacks=[alignment.callback()])
@@ -120,7 +89,7 @@ def with_accelerate(method: str) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = make_model()
+    model = make_classifier()
     alignment = alignattn.align(model, method, weight=0.5)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     for step in range(STEPS):
@@ -133,7 +102,7 @@ def with_accelerate(method: str) -> None:
 def with_fsdp(method: str, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    model = make_model().train()
+    model = make_classifier().train()
     alignment = alignattn.align(model, method, weight=0.5)
     for layer in model.bert.encoder.layer:
         fully_shard(layer)
@@ -147,7 +116,7 @@ def with_fsdp(method: str, folder: Path) -> None:
     if dist.get_rank() == 0:
         alignment.save(folder / "alignment")
     state = get_model_state_dict(model)
-    assert set(state) == set(make_model().state_dict())
+    assert set(state) == set(make_classifier().state_dict())
     dist.barrier()
     kept = {name: value.full_tensor().clone() for name, value in state.items()}
     saved = {name: value.clone() for name, value in state.items()}
@@ -157,14 +126,14 @@ def with_fsdp(method: str, folder: Path) -> None:
     set_model_state_dict(model, saved)
     for name, value in get_model_state_dict(model).items():
         assert torch.equal(value.full_tensor(), kept[name]), name
-    again = make_model()
+    again = make_classifier()
     again.load_state_dict(kept)
     loaded = alignattn.Alignment.load(again, folder / "alignment")
     for one, other in zip(loaded.parameters(), alignment.parameters(), strict=True):
         assert torch.equal(one, other)
     loaded.detach()
     reference, _ = alone(method)
-    for name, other in zip((n for n, _ in make_model().named_parameters()), reference, strict=True):
+    for name, other in zip((n for n, _ in make_classifier().named_parameters()), reference, strict=True):
         torch.testing.assert_close(kept[name], other, rtol=2e-4, atol=2e-5, msg=lambda m: f"FSDP2: {m}")
     alignment.detach()
     if dist.get_rank() == 0:

@@ -4,16 +4,10 @@ import copy
 
 import pytest
 import torch
+from tiny_training import ONE_GRADIENT, arguments, make_classifier, sentences
+from transformers import Trainer
 
 import alignattn
-
-
-def classifier():
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=50, **sizes, **rates))
 
 
 def language_model():
@@ -23,41 +17,12 @@ def language_model():
     return LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes))
 
 
-def rows(count, *, tokens):
-    """Sentences of different lengths, padded; labels for the sentence, or for every token but the padding."""
-    generator = torch.Generator().manual_seed(1)
-    data = []
-    for i in range(count):
-        length = 4 + i % 5
-        ids = torch.randint(5, 50, (9,), generator=generator)
-        mask = (torch.arange(9) < length).long()
-        label = torch.where(mask > 0, ids, -100) if tokens else torch.tensor(i % 2)
-        data.append({"input_ids": ids, "attention_mask": mask, "labels": label})
-    return data
-
-
-def train(model, data, tmp_path, *, batch, accumulate, method=None, steps=1, **options):
-    """Plain SGD of rate one, so that an update is a gradient; returns the weights and the alignment."""
-    from transformers import Trainer, TrainingArguments
-
+def train(model, data, tmp_path, *, batch, accumulate, method=None, **options):
+    """One gradient's update of a copy; returns the weights and the alignment."""
     model = copy.deepcopy(model)
     alignment = None if method is None else alignattn.align(model, method, **options)
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulate,
-        max_steps=steps,
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_strategy="no",
-        train_sampling_strategy="sequential",
-    )
+    cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
+    args = arguments(tmp_path, **ONE_GRADIENT, **cut)
     Trainer(model=model, args=args, train_dataset=data).train()
     if alignment is not None:
         alignment.advance()
@@ -75,11 +40,11 @@ def added(model, data, tmp_path, method, **how):
 
 @pytest.mark.parametrize("generator", ["model", "projections"])
 @pytest.mark.parametrize("method", ["mmd", "gan"])
-@pytest.mark.parametrize("make", [classifier, language_model])
+@pytest.mark.parametrize("make", [make_classifier, language_model])
 def test_four_batches_of_three_add_what_one_of_twelve_adds(make, method, generator, tmp_path):
     """BERT's classifier ignores num_items_in_batch, Llama honours it; sentences differ in length."""
     torch.manual_seed(0)
-    model, data = make(), rows(12, tokens=make is language_model)
+    model, data = make(), sentences(12, tokens=make is language_model)
     whole, one = added(model, data, tmp_path, method, batch=12, accumulate=1, generator=generator)
     parts, four = added(model, data, tmp_path, method, batch=3, accumulate=4, generator=generator)
     assert max(float(value.abs().max()) for value in whole.values()) > 1e-4
@@ -91,9 +56,8 @@ def test_four_batches_of_three_add_what_one_of_twelve_adds(make, method, generat
 
 
 def test_a_last_update_of_fewer_batches_counts_whole(tmp_path):
-    """Five batches, accumulated by three: the second update has two."""
-    torch.manual_seed(0)
-    model, data = classifier(), rows(6, tokens=False)
+    """Three batches where four are to be accumulated: the only update of the epoch has three."""
+    model, data = make_classifier(), sentences(6)
     parts, _ = added(model, data, tmp_path, "mmd", batch=2, accumulate=4)
     whole, _ = added(model, data, tmp_path, "mmd", batch=6, accumulate=1)
     for name, value in whole.items():
@@ -102,7 +66,7 @@ def test_a_last_update_of_fewer_batches_counts_whole(tmp_path):
 
 def test_models_whose_loss_the_trainer_divides_are_divided_once(tmp_path):
     torch.manual_seed(0)
-    model, data = classifier(), rows(12, tokens=False)
+    model, data = make_classifier(), sentences(12)
     model.accepts_loss_kwargs = False
     whole, _ = added(model, data, tmp_path, "mmd", batch=12, accumulate=1)
     parts, _ = added(model, data, tmp_path, "mmd", batch=3, accumulate=4)

@@ -57,11 +57,10 @@ def test_attached_before_or_after_the_adapters_feel_the_same_gradient(still, bat
         torch.testing.assert_close(grads(before)[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_lora_on_v_alone_can_change_nothing_and_a_warning_says_so(still, batch):
+@pytest.mark.parametrize("layers", [None, "*.layer.0.*"])  # no adapter at all stands before the first layer's q and k
+def test_lora_on_v_alone_can_change_nothing_and_a_warning_says_so(still, batch, layers):
     model = adapted(still, "value")
-    alignment = alignattn.align(
-        model, "mmd", layers="*.layer.0.*"
-    )  # no adapter stands before the first layer's q and k
+    alignment = alignattn.align(model, "mmd", layers=layers)
     with pytest.warns(AlignmentWarning, match=r"frozen"):
         model(**batch).loss.backward()
     alignment.detach()

@@ -3,8 +3,10 @@
 import copy
 
 import pytest
+import tiny_training
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from tiny_training import ONE_GRADIENT, make_classifier, sentences
+from transformers import Trainer
 
 import alignattn
 from alignattn.errors import CaptureError, DataError
@@ -13,38 +15,17 @@ from alignattn.integrations.trainer import AlignmentTrainer
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    return BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
+    return make_classifier(dropout=0.1)
 
 
 @pytest.fixture
 def data():
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(5, 50, (8,), generator=generator),
-            "attention_mask": (torch.arange(8) < 4 + i % 5).long(),
-            "labels": torch.tensor(i % 2),
-        }
-        for i in range(16)
-    ]
+    return sentences(16)
 
 
 def arguments(folder, **changes):
-    values = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 2,
-        "seed": 3,
-    }
-    return TrainingArguments(**(values | changes))
+    values = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 2}
+    return tiny_training.arguments(folder, **(values | changes))
 
 
 def state_of(model, alignment):
@@ -132,34 +113,18 @@ def test_resuming_without_the_callback_raises(model, data, tmp_path):
 
 
 def update(trainer_class, model, data, tmp_path, *, align, batch, accumulate, loss=None, wrap=True, **changes):
-    """What one step of SGD with rate one does, on a copy."""
-    model = copy.deepcopy(model).eval()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    model.config.attention_probs_dropout_prob = 0.0
-    for layer in model.bert.encoder.layer:
-        layer.attention.self.dropout.p = 0.0
-    extra, kwargs = {}, {}
+    """What one gradient does to a copy, without dropout."""
+    still, model = model, make_classifier()
+    model.load_state_dict(still.state_dict())
+    kwargs = {}
     alignment = alignattn.align(model, "mmd", weight=0.5) if align else None
     if loss is not None:
         kwargs["compute_loss_func"] = alignment.loss_function(loss) if align and wrap else loss
     if trainer_class is AlignmentTrainer:
         kwargs["alignment"] = alignment
-    args = arguments(
-        tmp_path,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulate,
-        max_steps=1,
-        learning_rate=1.0,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0,
-        logging_strategy="no",
-        train_sampling_strategy="sequential",
-        **changes,
-    )
-    trainer_class(model=model, args=args, train_dataset=data, **kwargs, **extra).train()
+    cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
+    args = tiny_training.arguments(tmp_path, **ONE_GRADIENT, **cut, **changes)
+    trainer_class(model=model, args=args, train_dataset=data, **kwargs).train()
     if alignment is not None:
         alignment.detach()
     return model.state_dict()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from alignattn.config import METHODS
 from alignattn.errors import ConfigError, DataError, unknown
 from alignattn.experiments.paper import PaperValue, paper_value
 from alignattn.experiments.settings import SOFT
@@ -54,7 +55,7 @@ class Comparison:
     description: str
     metrics: tuple[str, ...]
     rows: tuple[Row, ...]
-    paper: str = ""  # the table that the paper's values come from, and its model
+    paper: Mapping[str, Any] | None = None  # where the paper's values stand, as the recipe says it
     commands: tuple[str, ...] = ()
 
     @property
@@ -117,10 +118,9 @@ def _compare(name: str, kinds: list[_Kind], wanted: Sequence[str] | None) -> Com
     metrics = tuple(dict.fromkeys(wanted or newest.recipe.get("report") or ("accuracy",)))
     reference = newest.recipe.get("paper")
     rows = _rows(kinds, soft, metrics, reference)
-    source = f"{reference['table']}:{reference.get('model', '')}".rstrip(":") if reference else ""
     commands = tuple(dict.fromkeys(result.command for kind in kinds for result in kind.results.values()))
     model = str((newest.recipe.get("model") or {}).get("name", ""))
-    return Comparison(name, model, str(newest.recipe.get("description", "")), metrics, tuple(rows), source, commands)
+    return Comparison(name, model, str(newest.recipe.get("description", "")), metrics, tuple(rows), reference, commands)
 
 
 def _rows(
@@ -205,7 +205,7 @@ def _age(result: Result) -> tuple[str, str]:
 
 
 def _order(result: Result) -> tuple[int, str, str, float, str]:
-    methods = (SOFT, "gan", "ot", "ct", "mmd")
+    methods = (SOFT, *METHODS)
     place = methods.index(result.method) if result.method in methods else len(methods)
     return place, result.method, result.preset or "", result.weight or 0.0, _kind(result)
 

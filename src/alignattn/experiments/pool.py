@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from alignattn.experiments.provenance import cores
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.runner import Executor
 from alignattn.experiments.training import Place, Progress, execute, lost
@@ -33,7 +34,7 @@ def processes(workers: int) -> Executor:
     ) -> Generator[tuple[Run, Result], None, None]:
         waiting = deque((run, 1) for run in runs)
         count = min(workers, len(runs))
-        threads = place.threads or max(1, _cores() // count)
+        threads = place.threads or max(1, cores() // count)
         crew = [_Worker(replace(place, threads=threads, device=_device(place, i)), inputs) for i in range(count)]
         try:
             for worker in crew:
@@ -146,7 +147,3 @@ def _signal(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal has none
         return f"signal {number}"
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,17 +7,35 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alignattn import __version__
+from alignattn.config import AlignmentConfig
+from alignattn.results import Result
 
 PACKAGES = ("torch", "transformers", "numpy", "scikit-learn", "torch-geometric", "triton")
 # Within quotes a folder may have spaces; elsewhere one starts at no URL, fraction or relative path.
 _FOLDERS = re.compile(r"""(?<=['"])/[^'"\n]*/(?=[^'"\n/])|(?<![\w.:/…])/(?:[^\s/'"]+/)+(?=[^\s/])""")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+
+
+def documented(config: AlignmentConfig | None, device: torch.device, **known: Any) -> Result:
+    """A result with all that does not come from the run itself; `config` is None for soft attention."""
+    return Result(
+        preset=None if config is None else config.preset,
+        reduction=None if config is None else config.reduction,
+        alignment=None if config is None else asdict(config),
+        versions=versions(),
+        commit=commit(),
+        machine=machine(device),
+        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        **known,
+    )
 
 
 @functools.cache
@@ -55,13 +73,18 @@ def machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "system": platform.system(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
         "device": str(device.type),
     }
     if device.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(device)
     return found
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def anonymous(text: str) -> str:

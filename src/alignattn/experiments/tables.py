@@ -116,9 +116,9 @@ def notes(comparison: Comparison) -> list[str]:
         )
     found += _unpaired(comparison)
     if comparison.paper and any(_has_paper(comparison, name) for name in comparison.metrics):
-        name, _, model = comparison.paper.partition(":")
-        source = paper_table(name)
-        found.append(f"The paper's values: {source['table']}, {model or source.get('model', '')}.")
+        source = paper_table(comparison.paper["table"])
+        model = comparison.paper.get("model") or source.get("model", "")
+        found.append(f"The paper's values: {source['table']}, {model}.")
     found += [f"Failed: {row.label}, {error}" for row in comparison.rows for error in row.failed]
     return found
 

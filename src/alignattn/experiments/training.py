@@ -9,8 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,22 +79,17 @@ def _result(run: Run, place: Place, inputs: Mapping[str, str], **outcome: Any) -
         device = place.torch_device()
     except ConfigError:  # it is not there, which is what the result tells
         device = torch.device("cpu")
-    return Result(
+    return provenance.documented(
+        config,
+        device,
         name=run.recipe.name,
         recipe=run.recipe.settings(),
         method=run.method,
-        preset=None if config is None else config.preset,
         weight=run.weight,
-        reduction=None if config is None else config.reduction,
-        alignment=None if config is None else asdict(config),
         seed=run.seed,
-        **outcome,
         inputs=inputs,
-        versions=provenance.versions(),
-        commit=provenance.commit(),
-        machine=provenance.machine(device),
         command=place.command,
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        **outcome,
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from alignattn.errors import DataError
-from alignattn.results import write_whole
+from alignattn.files import write_whole
 
 try:
     import fcntl

@@ -1,15 +1,14 @@
 """The pretrained model with a fresh head for the task, its tokenizer, and rows as it takes them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from alignattn.errors import AlignmentError, ConfigError, DataError
+from alignattn.errors import ConfigError
 from alignattn.finetune.labels import Labels, id2label
 from alignattn.finetune.scores import LABEL_OF_NONE
+from alignattn.models import pretrained
 
 PROBLEMS = {
     "classification": "single_label_classification",
@@ -21,35 +20,21 @@ USUAL_LENGTH = 512
 CHUNK = 1000  # rows that a tokenizer is given at once
 
 
-def transformers() -> Any:
-    """The library, or a sentence that says how to have it."""
-    try:
-        import accelerate  # noqa: F401  # its Trainer needs it
-        import transformers as library
-    except ImportError as error:
-        raise AlignmentError(f"finetune needs {error.name}: pip install 'alignattn[hf]'") from error
-    return library
-
-
 def load_tokenizer(name: str, task: str) -> Any:
-    """The model's tokenizer; one without padding pads with its end of text."""
-    library = transformers()
-    with _named(name):
-        config = library.AutoConfig.from_pretrained(name)
-        words = {"add_prefix_space": True} if task == "tokens" and config.model_type in WANT_PREFIX_SPACE else {}
-        tokenizer = library.AutoTokenizer.from_pretrained(name, **words)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token_id is None:
-        raise ConfigError(f"The tokenizer of {name} has neither a padding nor an end-of-text token.")
-    if task == "tokens" and not tokenizer.is_fast:
+    """The model's tokenizer; for tokens one that tells which word a piece is of."""
+    with pretrained.named(name):
+        kind = pretrained.library().AutoConfig.from_pretrained(name).model_type
+    tokens = task == "tokens"
+    options = {"add_prefix_space": True} if tokens and kind in WANT_PREFIX_SPACE else {}
+    tokenizer = pretrained.load_tokenizer(name, **options)
+    if tokens and not tokenizer.is_fast:
         raise ConfigError(f"The tokenizer of {name} does not tell which word a piece is of: take another model.")
     return tokenizer
 
 
 def load_model(name: str, labels: Labels, padding: int) -> nn.Module:
     """The model in float32. Its head is drawn from torch's generator: seed that first."""
-    library = transformers()
+    library = pretrained.library()
     naming: dict[str, Any] = {"num_labels": 1}
     if labels.names:
         names = id2label(labels)
@@ -58,7 +43,7 @@ def load_model(name: str, labels: Labels, padding: int) -> nn.Module:
     if labels.task in PROBLEMS:
         kind = library.AutoModelForSequenceClassification
         naming["problem_type"] = PROBLEMS[labels.task]
-    with _named(name):
+    with pretrained.named(name):
         model: nn.Module = kind.from_pretrained(
             name, **naming, pad_token_id=padding, dtype=torch.float32, ignore_mismatched_sizes=True
         )
@@ -67,8 +52,8 @@ def load_model(name: str, labels: Labels, padding: int) -> nn.Module:
 
 def length_limit(name: str, tokenizer: Any, wanted: int | None) -> int:
     """Tokens of a row: what is wanted, or what the model takes, 512 at most."""
-    with _named(name):
-        config = transformers().AutoConfig.from_pretrained(name)
+    with pretrained.named(name):
+        config = pretrained.library().AutoConfig.from_pretrained(name)
     takes = [tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or USUAL_LENGTH]
     limit = min(takes) if takes[0] < 1_000_000 else takes[1]  # a tokenizer that knows no limit says 1e30
     if wanted is None:
@@ -101,29 +86,3 @@ def _first_pieces(words: list[int | None], tags: list[int]) -> list[int]:
     """A word's label for its first piece, none for the others."""
     before = [None, *words[:-1]]
     return [LABEL_OF_NONE if w is None or w == b else tags[w] for w, b in zip(words, before, strict=True)]
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A fresh head is what we want: transformers need not warn of it; nor tell of its own steps."""
-    logging = transformers().utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, ImportError) as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DataError(
-            f"The model {name!r} cannot be loaded: {first} Name a folder that holds one, or a name on the hub."
-        ) from error

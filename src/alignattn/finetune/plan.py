@@ -11,9 +11,9 @@ from typing import Any
 from alignattn.config import AlignmentConfig, resolve
 from alignattn.datasets.reading import sha256
 from alignattn.errors import ConfigError
-from alignattn.experiments.tasks.pretrained import fingerprints
 from alignattn.finetune import columns, labels, model, tables
 from alignattn.finetune.settings import Settings
+from alignattn.models.pretrained import fingerprints, quiet
 from alignattn.results import METRICS
 
 REPORTED = {
@@ -126,7 +126,7 @@ def prepare(settings: Settings, processes: int = 1) -> Plan:
         "evaluation file": sha256(settings.eval),
         **fingerprints(settings.model),
     }
-    with model.quiet():
+    with quiet():
         tokenizer = model.load_tokenizer(settings.model, space.task)
         length = model.length_limit(settings.model, tokenizer, settings.max_length)
         rows, cut = zip(

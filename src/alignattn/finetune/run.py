@@ -7,8 +7,6 @@ dropout, optimizer and adversary are as they were. Under torchrun every process 
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -18,11 +16,13 @@ from alignattn import results
 from alignattn.alignment import Alignment, align
 from alignattn.errors import AlignmentError, DataError
 from alignattn.experiments import provenance
+from alignattn.experiments.settings import SOFT
 from alignattn.finetune.folder import Folder
-from alignattn.finetune.model import load_model, quiet, transformers
+from alignattn.finetune.model import load_model
 from alignattn.finetune.plan import Plan, prepare
 from alignattn.finetune.scores import Scores, score
 from alignattn.finetune.settings import Settings
+from alignattn.models.pretrained import library, quiet
 from alignattn.results import Result
 
 Announce = Callable[[str], object]
@@ -32,7 +32,7 @@ def finetune(
     settings: Settings, *, processes: int = 1, command: str = "", announce: Announce = lambda _: None
 ) -> Result:
     """Carry out a run, go on with it, or, where it is finished, read its result."""
-    transformers()
+    library("accelerate")  # the Trainer needs it
     from alignattn.finetune import training
 
     plan, folder = prepare(settings, processes), Folder(settings.out)
@@ -44,7 +44,7 @@ def finetune(
     announce(plan.told())
     with quiet():
         args = training.arguments(settings, folder, rows=len(plan.train), processes=processes)
-        transformers().set_seed(settings.seed)
+        library().set_seed(settings.seed)
         model = load_model(settings.model, plan.labels, plan.tokenizer.pad_token_id)
         alignment = _aligned(plan, model)
         try:
@@ -131,20 +131,15 @@ def _evaluate(plan: Plan, trainer: Any) -> Scores:
 
 def _result(plan: Plan, device: torch.device, command: str, **outcome: Any) -> Result:
     config = plan.alignment
-    return Result(
+    return provenance.documented(
+        config,
+        device,
         name="finetune",
         recipe=plan.recipe,
-        method="soft" if config is None else plan.settings.method,
-        preset=None if config is None else config.preset,
+        method=SOFT if config is None else plan.settings.method,
         weight=None if config is None else config.weight_at(0),
-        reduction=None if config is None else config.reduction,
-        alignment=None if config is None else asdict(config),
         seed=plan.settings.seed,
-        **outcome,
         inputs=plan.inputs,
-        versions=provenance.versions(),
-        commit=provenance.commit(),
-        machine=provenance.machine(device),
         command=command,
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
+        **outcome,
     )

@@ -138,7 +138,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         pyarrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))
     except ImportError as error:
-        raise DataError(f"{path} needs pyarrow to be read: pip install pyarrow") from error
+        raise DataError(f"{path} needs pyarrow to be read: pip install 'alignattn[parquet]'") from error
     try:
         rows = parquet.read_table(path).to_pylist()
     except (OSError, ValueError, pyarrow.ArrowException) as error:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alignattn.errors import AlignmentError, ConfigError
-from alignattn.experiments.settings import TrainSettings
 from alignattn.experiments.tasks.measuring import classification, key_query_distance
 from alignattn.experiments.tasks.task import Measured, Task, shuffled
 from alignattn.models.vision import VisionTransformer
@@ -56,10 +55,8 @@ class Digits(Task):
     data_settings: ClassVar[type] = DigitsData
     model_settings: ClassVar[type] = DigitsModel
 
-    def __init__(
-        self, data: Any, model: Any, train: TrainSettings, *, data_dir: Path | None, device: torch.device
-    ) -> None:
-        super().__init__(data, model, train, data_dir=data_dir, device=device)
+    def read(self, data_dir: Path | None) -> None:
+        data, device = self.data, self.device
         images, labels = _digits()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(data.split_seed))
         images, labels = images[order], labels[order]

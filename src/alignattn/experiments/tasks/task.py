@@ -32,6 +32,11 @@ class Task(ABC):
         self, data: Any, model: Any, train: TrainSettings, *, data_dir: Path | None, device: torch.device
     ) -> None:
         self.data, self.model, self.train, self.device = data, model, train, device
+        self.read(data_dir)
+
+    @abstractmethod
+    def read(self, data_dir: Path | None) -> None:
+        """Read the data, once, when the task is made."""
 
     @classmethod
     @abstractmethod

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from alignattn.datasets import DATASETS, TextDataset, load
 from alignattn.errors import ConfigError, DataError, unknown
-from alignattn.experiments.settings import TrainSettings
 from alignattn.experiments.tasks.measuring import classification, key_query_distance, regression
-from alignattn.experiments.tasks.pretrained import fingerprints, load_model, load_tokenizer
 from alignattn.experiments.tasks.task import Measured, Task, shuffled
+from alignattn.models.pretrained import fingerprints, load_model, load_tokenizer
 
 EVALUATION_BATCH = 128
 
@@ -77,11 +76,9 @@ class TextClassification(Task):
     data_settings: ClassVar[type] = TextData
     model_settings: ClassVar[type] = TextModel
 
-    def __init__(
-        self, data: Any, model: Any, train: TrainSettings, *, data_dir: Path | None, device: torch.device
-    ) -> None:
-        super().__init__(data, model, train, data_dir=data_dir, device=device)
-        self.tokenizer = load_tokenizer(model.name)
+    def read(self, data_dir: Path | None) -> None:
+        data = self.data
+        self.tokenizer = load_tokenizer(self.model.name)
         splits = _splits(data, data_dir)
         self.classes = splits[0].classes
         for split in splits[1:]:

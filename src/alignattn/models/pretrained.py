@@ -1,6 +1,7 @@
 """Pretrained models of transformers: from a folder, or from the hub by name."""
 
 import hashlib
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,8 @@ def load_model(
     name: str, *, outputs: int, dropout: float | None, classifier_dropout: float | None, padding: int
 ) -> nn.Module:
     """A classifier in float32 with a fresh head; the rates given take the place of the model's own."""
-    transformers = _transformers()
-    with _named(name):
-        config = transformers.AutoConfig.from_pretrained(name, num_labels=outputs)
+    with named(name):
+        config = library().AutoConfig.from_pretrained(name, num_labels=outputs)
     for what, rate, names in (
         ("dropout", dropout, DROPOUTS),
         ("classifier_dropout", classifier_dropout, CLASSIFIER_DROPOUTS),
@@ -46,17 +46,17 @@ def load_model(
         for setting in found:
             setattr(config, setting, rate)
     config.pad_token_id = padding
-    with _named(name), _quiet(transformers):
-        model: nn.Module = transformers.AutoModelForSequenceClassification.from_pretrained(
+    with named(name), quiet():
+        model: nn.Module = library().AutoModelForSequenceClassification.from_pretrained(
             name, config=config, dtype=torch.float32
         )
     return model
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, **options: Any) -> Any:
     """The model's tokenizer; one without padding pads with its end of text."""
-    with _named(name):
-        tokenizer = _transformers().AutoTokenizer.from_pretrained(name)
+    with named(name):
+        tokenizer = library().AutoTokenizer.from_pretrained(name, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token_id is None:
@@ -72,30 +72,41 @@ def fingerprints(name: str) -> Mapping[str, str]:
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} holds no model: there is no config.json in it.")
         return {f"model/{file.name}": _sha256(file) for file in files}
-    _transformers()
+    library()  # says what to install
     from transformers.utils.hub import cached_file, extract_commit_hash
 
-    with _named(name):
+    with named(name):
         found = cached_file(name, "config.json")
     return {f"model/{name}": extract_commit_hash(str(found), None) or "unknown commit"}
 
 
+def library(*beside: str) -> Any:
+    """transformers, and what else must be there with it; or a sentence that says how to have them."""
+    for name in ("transformers", *beside):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise AlignmentError(f"This needs {name}: pip install 'alignattn[hf]'") from error
+    return importlib.import_module("transformers")
+
+
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Errors of the hub, in one sentence that says what was looked for."""
+def named(name: str) -> Iterator[None]:
+    """Errors of transformers and the hub, in one sentence that says what was looked for."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
-            f"The model {name!r} cannot be loaded: {first} Name a folder that holds one: --model FOLDER."
+            f"The model {name!r} cannot be loaded: {first} Name a folder that holds one, or a name on the hub: "
+            "--model MODEL."
         ) from error
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
-    """A fresh head is what we want: transformers need not warn of it."""
-    logging = transformers.utils.logging
+def quiet() -> Iterator[None]:
+    """A fresh head is what we want: transformers need not warn of it, nor tell of its own steps."""
+    logging = library().utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -105,14 +116,6 @@ def _quiet(transformers: Any) -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise AlignmentError("This needs transformers: pip install 'alignattn[hf]'") from error
-    return transformers
 
 
 def _sha256(file: Path) -> str:

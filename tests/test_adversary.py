@@ -22,22 +22,22 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("method", ["gan", "ct"])
 @pytest.mark.parametrize("generator", ["model", "projections"])
-def test_step_is_taken_before_the_first_training_forward_after_the_models_and_not_in_eval(
-    bert, batch, method, generator
-):
+def test_step_is_taken_with_the_models_own_and_not_before(bert, batch, method, generator):
     alignment = alignattn.align(bert, method, generator=generator)
     optimizer = torch.optim.SGD(bert.parameters(), lr=0.1)
     start = snapshot(alignment)
     bert(**batch).loss.backward()
     bert(**batch)  # the model was not updated yet: gradients are being accumulated
     assert same(start, snapshot(alignment))
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1).step()  # of another model
+    assert same(start, snapshot(alignment))
     optimizer.step()
+    moved = snapshot(alignment)
+    assert not same(start, moved)
+    bert(**batch)
     bert.eval()
     bert(**batch)
-    assert same(start, snapshot(alignment))
-    bert.train()
-    bert(**batch)
-    assert not same(start, snapshot(alignment))
+    assert same(moved, snapshot(alignment))
 
 
 def test_adam_of_ones_own_takes_the_same_steps(encoder):

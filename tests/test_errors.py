@@ -54,11 +54,16 @@ def test_bad_settings_are_refused_and_leave_the_model_untouched(encoder, argumen
     alignattn.align(encoder)  # nothing stands in the way of a right call
 
 
-def test_weight_of_a_schedule_is_checked_when_it_is_used(encoder):
-    alignment = alignattn.align(encoder, "mmd", weight=lambda step: -1.0)
-    encoder(torch.randn(2, 5, 16))
+def test_weight_of_a_schedule_is_checked_at_each_update(encoder):
     with pytest.raises(ConfigError, match="weight must be a finite number"):
+        alignattn.align(encoder, "mmd", weight=lambda step: -1.0)
+    alignment = alignattn.align(encoder, "mmd", weight=lambda step: 1.0 - step)
+    for _ in range(2):
+        encoder(torch.randn(2, 5, 16))
         alignment.loss()
+        alignment.advance() if alignment.steps < 2 else None
+    with pytest.raises(ConfigError, match="weight must be a finite number"):
+        alignment.advance()
 
 
 def test_model_without_attention_is_refused_and_the_advice_works():

@@ -2,7 +2,7 @@
 
 They are no part of the user's model: its clipping, weight decay, schedule, LoRA freezing and sharding would starve
 them. Their gradients come from the same backward as the model's, are averaged over processes, and the step is taken
-before the first training forward after the model's own. A gradient that is not finite skips the step.
+right after the model's own. A gradient that is not finite skips the step.
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataErro
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, hand_to_projections
+from alignattn.objective import Objective, Weight, hand_to_projections
 from alignattn.passes import Passes
 from alignattn.share import share_of_update
 from alignattn.updates import Updates
@@ -63,13 +63,16 @@ class Alignment:
         self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
         self._closed = 0  # updates of the model that alignment had a part in: the clock of the weight's schedule
         self._open = False  # a loss was taken since, whose update is still to come
+        # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
+        self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
+        self._set_clock(0)
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
         self._passes = Passes()
-        self._added_to_outputs = False
+        self._adds_to_outputs = self._added_to_outputs = False
         self._advice = Advice()
-        self._updates = Updates()
+        self._updates = Updates(self.advance)
         self.meter = Meter()  # what logs show
 
     # --- a model ----------------------------------------------------------------------------------------------------
@@ -85,7 +88,8 @@ class Alignment:
                 f"{type(model).__name__} is aligned already. Call detach() on its alignment first, or use that one."
             )
         config = self.config
-        self._updates = Updates(model)
+        self._updates = Updates(self.advance, model)
+        self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
             watch=self._passes.add,
@@ -163,11 +167,13 @@ class Alignment:
 
     def _begin(self) -> None:
         """A training forward is about to run."""
+        self._added_to_outputs = False
+        self._passes.begin()
+        if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
+            return
         if self._updates.happened():
             self.advance()
         self._finite.look()
-        self._added_to_outputs = False
-        self._passes.begin()
         self._advice.if_frozen(self._tap)
         if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
             self._advice.if_resumed_anew()
@@ -185,7 +191,7 @@ class Alignment:
             assert self._tap is not None
             labels, items = kwargs["labels"], kwargs["num_items_in_batch"]
             self._passes.weigh(share_of_update(self._tap.model, labels, items, kwargs.get("shift_labels")))
-        if self.config.add_to_outputs and self._is_transformers():
+        if self._adds_to_outputs:
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
                 self.meter.add(("task_loss",), output["loss"])
                 output["loss"] = output["loss"] + self._term().to(output["loss"].device)
@@ -197,12 +203,6 @@ class Alignment:
                 return (output[0] + self._term().to(output[0].device), *output[1:])
         done.watch_backward()
         return None
-
-    def _is_transformers(self) -> bool:
-        """Whether the model is of transformers, or PEFT's wrapper around one."""
-        kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
-        classes = tuple(getattr(sys.modules[home], name) for home, name in kinds if home in sys.modules)
-        return self._tap is not None and isinstance(self._tap.model, classes)
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Alignment:
             self.adversary.follow(first.device)
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
-        weight = self.config.weight_at(self._closed)
+        weight = self._weight()
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         term, self.parts = objective(self.objective, forwards, weight, self._finite)
         self._measure(weight)
@@ -246,13 +246,28 @@ class Alignment:
     def advance(self) -> None:
         """The model has been updated: take the adversary's step that is due, and let the weight's clock go on.
 
-        Happens by itself before the next training forward. Every process must call this together.
+        Happens by itself when an optimizer of torch's has stepped, or, where the model is updated by hand, before the
+        next training forward. Every process must call this together.
         """
+        self._finite.look()
+        self._advice.if_frozen(self._tap)
         if self.adversary is not None:
             self.adversary.step()
-        self._closed, self._open = self.steps, False
+        self._set_clock(self.steps)
+        self._open = False
 
-    def _measure(self, weight: float) -> None:
+    def _set_clock(self, updates: int) -> None:
+        self._closed = updates
+        if callable(self.config.weight):
+            self._traced_weight.fill_(self.config.weight_at(updates))
+
+    def _weight(self) -> Weight:
+        """Of the update under way."""
+        if torch.compiler.is_compiling() and callable(self.config.weight):
+            return self._traced_weight
+        return self.config.weight_at(self._closed)
+
+    def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
         device = next(iter(self.parts.values())).device
         parts = torch.stack([part.to(device) for part in self.parts.values()])
@@ -314,7 +329,7 @@ class Alignment:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
         layers = None if self._tap is None else {site.name for site in self._tap.sites}
         method = self.config.method
-        self._closed = state.put(saved, self.matcher, self.adversary, method=method, layers=layers)
+        self._set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         self._open = False
 
     def save(self, folder: str | Path) -> None:
@@ -372,6 +387,13 @@ def align(
     `loss = criterion(model(x), y) + alignment.loss()`.
     """
     return Alignment(method, weight, preset, **options).attach(model, layers)
+
+
+def _is_transformers(model: Any) -> bool:
+    """Whether the model is of transformers, or PEFT's wrapper around one."""
+    kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
+    classes = tuple(getattr(sys.modules[home], name) for home, name in kinds if home in sys.modules)
+    return isinstance(model, classes)
 
 
 def _is_number(value: Any) -> bool:

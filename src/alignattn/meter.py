@@ -8,21 +8,20 @@ class Meter:
     """Sums on the device, one addition a loss however many layers there are; one transfer when they are read."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, ...], Tensor] = {}  # of values that come together, in one vector
-        self._counts: dict[tuple[str, ...], int] = {}
+        # Of values that come together, in one vector; behind them how many there were, which in compiled code must be
+        # no integer of Python's: each new one would be compiled for.
+        self._sums: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
     def add(self, names: tuple[str, ...], values: Tensor) -> None:
         """One value for each name, of one loss."""
-        values = values.detach().float().reshape(-1)
+        values = torch.cat([values.detach().float().reshape(-1), values.new_ones(1, dtype=torch.float32)])
         self._sums[names] = self._sums[names] + values if names in self._sums else values
-        self._counts[names] = self._counts.get(names, 0) + 1
 
     def read(self) -> dict[str, float]:
         """Means since the last reading; empty if there was no loss."""
         means: dict[str, float] = {}
         for names, total in self._sums.items():
-            means |= zip(names, (total / self._counts[names]).tolist(), strict=True)
+            means |= zip(names, (total[:-1] / total[-1]).tolist(), strict=True)
         self._sums.clear()
-        self._counts.clear()
         return means

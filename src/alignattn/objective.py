@@ -21,6 +21,8 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 
 Forwards = list[list[QueryKey]]
+Parts = dict[str, Tensor]
+Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
 
 
 class Objective:
@@ -35,9 +37,9 @@ class Objective:
         self.config = config
         self.weighs_networks = weighs_networks
 
-    def __call__(self, forwards: Forwards, weight: float, check: FiniteCheck) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, forwards: Forwards, weight: Weight, check: FiniteCheck) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
-        if weight == 0:  # the model's own gradients are then untouched to the last bit
+        if _is_nothing(weight):  # the model's own gradients are then untouched to the last bit
             forwards = [[_moved(r, r.query.detach(), r.key.detach()) for r in records] for records in forwards]
         elif not self.weighs_networks:
             forwards = [
@@ -49,13 +51,13 @@ class Objective:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
 
-    def total(self, forwards: Forwards, check: FiniteCheck) -> tuple[Tensor, dict[str, Tensor]]:
+    def total(self, forwards: Forwards, check: FiniteCheck) -> tuple[Tensor, Parts]:
         """The unweighted loss, and each call's part by name, the mean where several passes have it."""
         mean = self.config.reduction == "mean"
         records = [record.unpacked() for some in forwards for record in some]
         shares = [1 / len(forwards) / (len(some) if mean else 1) for some in forwards for _ in some]
         losses: dict[int, Tensor] = {}
-        for group in self._groups(records).values():
+        for group in self._groups(records):
             for place, value in zip(group, self._match([records[place] for place in group], check), strict=True):
                 losses[place] = value.mean() if mean else value.sum()
         total = torch.stack([losses[place].to(losses[0].device) * share for place, share in enumerate(shares)]).sum()
@@ -67,15 +69,19 @@ class Objective:
             parts[_label(record)].append(value)
         return total, {label: torch.stack(values).mean() for label, values in parts.items()}
 
-    def _groups(self, records: list[QueryKey]) -> dict[Any, list[int]]:
-        """Which records can be stacked."""
-        groups: dict[Any, list[int]] = defaultdict(list)
+    def _groups(self, records: list[QueryKey]) -> list[list[int]]:
+        """Which records can be stacked. Compared, not hashed: to hash a length is to compile for it alone."""
+        groups: list[tuple[Any, list[int]]] = []
         for place, record in enumerate(records):
             query, key = record.query, record.key
             bank = self.matcher.bank(record.name, query.shape[-1])
             given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
-            groups[bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given].append(place)
-        return groups
+            kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
+            group = next((members for other, members in groups if other == kind), None)
+            if group is None:
+                groups.append((kind, group := []))
+            group.append(place)
+        return [members for _, members in groups]
 
     def _match(self, records: list[QueryKey], check: FiniteCheck) -> list[Tensor]:
         """For each record the mean over samples of its losses, or their sum with the samples' weights, [h]."""
@@ -92,8 +98,8 @@ class Objective:
 
 
 def hand_to_projections(
-    objective: Objective, forwards: Forwards, weight: float, check: FiniteCheck
-) -> tuple[Tensor, dict[str, Tensor]]:
+    objective: Objective, forwards: Forwards, weight: Weight, check: FiniteCheck
+) -> tuple[Tensor, Parts]:
     """The term, with gradients into the query and key projections and no further (`generator="projections"`).
 
     The matching is differentiated at once, on detached copies of queries and keys; each layer's gradient is taken
@@ -114,8 +120,8 @@ def hand_to_projections(
     gradients = torch.autograd.grad(total * scale, [*sources, *networks], allow_unused=True)
     targets: list[Tensor] = []
     deliveries: list[Tensor] = []
-    factors: list[float] = []
-    for place, (_, record) in enumerate(flat if weight else ()):
+    factors: list[Weight] = []
+    for place, (_, record) in enumerate(() if _is_nothing(weight) else flat):
         for target, gradient in _taken_back(record, gradients[2 * place], gradients[2 * place + 1]):
             targets.append(target)
             deliveries.append(gradient)
@@ -163,7 +169,7 @@ class _Deliver(torch.autograd.Function):
     """A number whose backward hands each target the gradient that was computed for it before."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], factors: list[float], *targets: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], factors: list[Weight], *targets: Tensor) -> Tensor:
         ctx.save_for_backward(*gradients)  # freed by the backward, however long the loss is kept
         ctx.factors = factors
         return value.clone()
@@ -181,18 +187,24 @@ class _Deliver(torch.autograd.Function):
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx: Any, tensor: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
+        (factor,) = ctx.saved_tensors
+        return gradients[0] * factor, None
 
 
-def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+def _scale_gradient(tensor: Tensor, factor: Weight) -> Tensor:
+    factor = torch.as_tensor(factor, dtype=torch.float64)  # no dimension, on the CPU: any dtype and device takes it
     scaled: Tensor = _ScaleGradient.apply(tensor, factor)
     return scaled
+
+
+def _is_nothing(weight: Weight) -> bool:
+    return isinstance(weight, float) and weight == 0
 
 
 def _moved(record: QueryKey, query: Tensor, key: Tensor) -> QueryKey:

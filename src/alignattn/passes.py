@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
@@ -27,14 +28,19 @@ class Pass:
     """The attention calls of one forward pass."""
 
     records: list[QueryKey] = field(default_factory=list)
-    passed_backward: Mark = field(default_factory=Mark)
+    mark: Mark | None = None
 
     def watch_backward(self) -> None:
-        """Know when gradients go through these queries and keys."""
+        """Know when gradients go through these queries and keys; in compiled code autograd does not tell."""
         for record in reversed(self.records):
-            if record.query.requires_grad:
-                record.query.register_hook(self.passed_backward)
+            if record.query.requires_grad and not torch.compiler.is_compiling():
+                self.mark = Mark()
+                record.query.register_hook(self.mark)
                 return
+
+    @property
+    def passed_backward(self) -> bool:
+        return self.mark is not None and self.mark.set
 
 
 class Passes:
@@ -50,7 +56,7 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins: none before it may have been forgotten."""
         self.recording = None  # one that failed half way may have left something
-        if any(one.passed_backward.set for one in self.waiting):
+        if any(one.passed_backward for one in self.waiting):
             self.waiting.clear()
             raise CaptureError(
                 "The alignment term of the last training forward was never used, though its gradients were computed. "
@@ -95,7 +101,7 @@ class Passes:
 
     def begins(self, record: QueryKey) -> bool:
         """Whether the call must be of another pass: its layer was called before, and others since."""
-        if self.recording is None or self.recording.passed_backward.set:
+        if self.recording is None or self.recording.passed_backward:
             return True
         records = self.recording.records
         return len(records) >= MOST_CALLS or (record.call > 0 and records[-1].name != record.name)

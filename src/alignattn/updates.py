@@ -5,7 +5,7 @@ gradients, which are gone or others.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,21 +17,20 @@ _handle: Any = None
 
 
 class Updates:
-    """Asked before each training forward; remembers what happened since."""
+    """Calls `then` when an optimizer has updated the model. Asked before each training forward for other updates."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, then: Callable[[], None], model: nn.Module | None = None) -> None:
+        self.then = then
         self.model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self.optimizers_seen = False
-        self.pending = False
         self.versions: tuple[int, ...] = ()
         self.gradients: list[weakref.ref[Tensor]] = []
         _listen(self)
 
     def happened(self) -> bool:
-        """Whether the model was updated since this was last asked; True where it cannot be known."""
+        """Whether the model was updated since this was last asked, by hand; True where it cannot be known."""
         if self.optimizers_seen:
-            happened, self.pending = self.pending, False
-            return happened
+            return False
         parameters = list(self._parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         # While batches are accumulated, weights are not written to and gradients stay the tensors that they are.
@@ -48,7 +47,8 @@ class Updates:
         else:
             found = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
         if found:
-            self.optimizers_seen = self.pending = True
+            self.optimizers_seen = True
+            self.then()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = None if self.model is None else self.model()

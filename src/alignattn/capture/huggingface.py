@@ -92,7 +92,7 @@ class HuggingFaceSocket(ProjectedSocket):
             key_mask = valid_keys(mask, query.shape[0], key.shape[2])
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
             segments = None if mask is None else self.tap.segments_for(query, key)
-            self.record(module, query, key, key_mask, cross=self.cross.get(module, False), segments=segments)
+            self.record(module, query, key, key_mask, cross=self.cross[module], segments=segments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of an attached model is a plain model

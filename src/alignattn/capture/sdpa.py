@@ -153,6 +153,9 @@ class _SeeAttention(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
+            # Under a function mode dynamo meets this method's Python, and cannot trace its super().
+            return torch.ops.aten.unflatten.int(*args, **kwargs)
         if not self.socket.sees(func):
             return func(*args, **kwargs)
         self.socket.see(*args, **kwargs)

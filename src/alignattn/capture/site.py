@@ -83,7 +83,7 @@ class ProjectedSocket(Socket):
             for module, projections in found.items():
                 self.projections[module] = ProjectionHooks(module, projections, partial(tap.records_from, module))
         self.children = {module: tuple(module.children()) for module in self.sites}
-        self.cross: dict[nn.Module, bool] = {}
+        self.cross: dict[nn.Module, bool] = {site.module: False for site in sites}
         self.silent: dict[nn.Module, None] = {}  # called in this forward pass, and its queries and keys not yet seen
 
     def open(self) -> None:
@@ -144,7 +144,7 @@ class ProjectedSocket(Socket):
 
     def stands_in_for(self, module: nn.Module) -> bool:
         """Whether this call is to be computed by the tap's own attention."""
-        return self.tap.attend is not None and (self.tap.cross or not self.cross.get(module, False))
+        return self.tap.attend is not None and (self.tap.cross or not self.cross[module])
 
     def remove(self) -> None:
         super().remove()

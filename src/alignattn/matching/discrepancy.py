@@ -21,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
-from alignattn.matching.tokens import blank_padding, check_pair, chunks_of, full_precision, samples_with_tokens
+from alignattn.matching.opaque import opaque
+from alignattn.matching.tokens import blank_padding, check_pair, chunks_of, full_precision, samples_with_tokens, upcast
 
 BANDWIDTHS = ("median", "mean")
 MEDIAN_TOKENS = 512  # above, the median is taken over a subset of this many tokens
@@ -62,6 +63,61 @@ def mmd(
 ) -> Float[Tensor, "b h"]:
     """Squared MMD of queries [b, h, n, d] and keys [b, h, m, d], each problem for itself."""
     check_bandwidth(bandwidth)
+    named = isinstance(bandwidth, str)
+    settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
+    key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
+    losses: Tensor = _Discrepancy.apply(query, key, query_mask, key_mask, *settings, unbiased)
+    return losses
+
+
+class _Discrepancy(torch.autograd.Function):
+    """The gradient comes out of the pass that computes the value: no n×m matrix waits for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        typical: str,
+        bandwidth: float,
+        unbiased: bool,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        losses, *gradients = _evaluate(query, key, query_mask, key_mask, typical, bandwidth, unbiased, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = query.dtype, key.dtype
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        # In working precision up to here: a loss scaler's factor may be what keeps them from vanishing in fp16.
+        of_query, of_key = (
+            (gradient * outer[0][..., None, None]).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return of_query, of_key, None, None, None, None, None
+
+
+def _like_evaluate(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    empty_query, empty_key = upcast(torch.empty_like(query)), upcast(torch.empty_like(key))
+    return empty_query.new_empty(query.shape[:2]), empty_query, empty_key
+
+
+@opaque("mmd", like=_like_evaluate)
+def _evaluate(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    typical: str,
+    bandwidth: float,
+    unbiased: bool,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
     samples, heads = query.shape[:2]
     alive = samples_with_tokens(query_mask, key_mask)
     sides = []
@@ -69,37 +125,37 @@ def mmd(
         weight = torch.ones_like(tokens[:, 0, :, 0]) if mask is None else mask
         weight = weight.to(torch.float64 if tokens.dtype == torch.float64 else torch.float32)
         sides.append((blank_padding(tokens, mask).flatten(0, 1), weight.repeat_interleave(heads, 0)))
-    (x, x_weight), (y, y_weight) = sides
+    (x, v), (y, w) = sides
     # The kernel sees differences alone. Around a token of the problem, over the largest entry, squares cannot overflow.
-    with torch.no_grad():
-        origin = ((x * x_weight[..., None]).sum(1) / x_weight.sum(-1, keepdim=True).clamp_min(1))[:, None]
-        peak = torch.maximum(x.abs().amax((1, 2)), y.abs().amax((1, 2))).clamp_min(1.0)
-        x_centred, y_centred = ((t - origin) / peak[:, None, None] for t in (x, y))
-        if isinstance(bandwidth, str):
-            inverse = 1 / _typical_square(x_centred, y_centred, x_weight, y_weight, bandwidth)
-        else:  # beyond 1e8 s every distance that is not zero has kernel zero
-            inverse = (peak / bandwidth).clamp_max(1e8).square() / 2
+    origin = ((x * v[..., None]).sum(1) / v.sum(-1, keepdim=True).clamp_min(1))[:, None]
+    peak = torch.maximum(x.abs().amax((1, 2)), y.abs().amax((1, 2))).clamp_min(1.0)
     x, y = ((t - origin) / peak[:, None, None] for t in (x, y))
-    means = []
-    for first, second, first_weight, second_weight in (
-        (x, x, x_weight, x_weight),
-        (y, y, y_weight, y_weight),
-        (x, y, x_weight, y_weight),
-    ):
-        same = first is second
-        total = _kernel_sum(first, second, first_weight, second_weight, inverse)
-        count, other = first_weight.sum(-1), second_weight.sum(-1)
-        if same and unbiased:
-            total, pairs = total - count, count * (count - 1)  # k(x, x) = 1 on the diagonal
-        else:
-            pairs = count * other
-        means.append(total / pairs.clamp_min(1))
+    if typical:
+        inverse = 1 / _typical_square(x, y, v, w, typical)
+    else:  # beyond 1e8 s every distance that is not zero has kernel zero
+        inverse = (peak / bandwidth).clamp_max(1e8).square() / 2
     least = 2 if unbiased else 1
-    counted = (x_weight.sum(-1) >= least) & (y_weight.sum(-1) >= least)
+    n, m = v.sum(-1), w.sum(-1)
+    counted = (n >= least) & (m >= least)
     if alive is not None:
         counted &= alive.repeat_interleave(heads)
-    losses = means[0] + means[1] - 2 * means[2]
-    return losses.masked_fill(~counted, 0.0).view(samples, heads)
+    losses = torch.zeros_like(inverse)
+    x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
+    for first, second, one, other, factor, gradients in (
+        (x, x, v, v, 1.0, (x_gradient, None)),
+        (y, y, w, w, 1.0, (y_gradient, None)),
+        (x, y, v, w, -2.0, (x_gradient, y_gradient)),
+    ):
+        same = first is second
+        count = one.sum(-1)
+        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1)).clamp_min(1)
+        share = (factor / pairs).masked_fill(~counted, 0.0)
+        total = _kernel_sum(first, second, one, other, inverse, share, gradients if with_gradient else (None, None))
+        losses += (total - count if same and unbiased else total) * share  # k(x, x) = 1 on the diagonal
+    x_gradient, y_gradient = (
+        (g / peak[:, None, None]).unflatten(0, (samples, heads)) for g in (x_gradient, y_gradient)
+    )
+    return losses.view(samples, heads), x_gradient, y_gradient
 
 
 def _squared_distances(x: Float[Tensor, "p n d"], y: Float[Tensor, "p m d"]) -> Float[Tensor, "p n m"]:
@@ -152,41 +208,40 @@ def _median_square(tokens: Float[Tensor, "p t d"], weight: Float[Tensor, "p t"])
     return torch.cat(medians)
 
 
-class _KernelSum(torch.autograd.Function):
-    """sum_ij v_i w_j exp(-r |x_i - y_j|²), with both gradients from the pass that computes it."""
+def _kernel_sum(
+    x: Float[Tensor, "p n d"],
+    y: Float[Tensor, "p m d"],
+    v: Float[Tensor, "p n"],
+    w: Float[Tensor, "p m"],
+    r: Float[Tensor, " p"],
+    share: Float[Tensor, " p"],
+    gradients: tuple[Tensor | None, Tensor | None],
+) -> Float[Tensor, " p"]:
+    """sum_ij v_i w_j exp(-r |x_i - y_j|²); its gradients, times `share`, are added to those given.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, v: Tensor, w: Tensor, r: Tensor) -> Tensor:
-        total = torch.empty_like(r)
-        x_gradient, y_gradient = torch.empty_like(x), torch.zeros_like(y)
-        step = chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
-        for start in range(0, len(x), step):
-            part = slice(start, start + step)
-            rows = chunks_of(x.shape[1], y.shape[1] * len(x[part]), x.device)
-            column_sums = torch.zeros_like(w[part])
-            for first in range(0, x.shape[1], rows):
-                tile = slice(first, first + rows)
-                kernel = torch.exp(-r[part, None, None] * _squared_distances(x[part, tile], y[part]))
-                kernel *= v[part, tile, None] * w[part, None, :]
-                row_sums = kernel.sum(-1)
-                column_sums += kernel.sum(-2)
-                x_gradient[part, tile] = kernel @ y[part] - row_sums[..., None] * x[part, tile]
-                y_gradient[part] += kernel.mT @ x[part, tile]
-            y_gradient[part] -= column_sums[..., None] * y[part]
-            total[part] = column_sums.sum(-1)
-        ctx.save_for_backward(x_gradient, y_gradient, r)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x_gradient, y_gradient, r = ctx.saved_tensors
-        factor = (2 * r * gradients[0])[:, None, None]
-        return factor * x_gradient, factor * y_gradient, None, None, None
-
-
-def _kernel_sum(x: Tensor, y: Tensor, v: Tensor, w: Tensor, r: Tensor) -> Float[Tensor, " p"]:
-    total: Tensor = _KernelSum.apply(x, y, v, w, r)
+    With no place for y's gradient y is x, and x's counts twice.
+    """
+    x_gradient, y_gradient = gradients
+    total = torch.empty_like(r)
+    step = chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
+    for start in range(0, len(x), step):
+        part = slice(start, start + step)
+        rows = chunks_of(x.shape[1], y.shape[1] * len(x[part]), x.device)
+        factor = (2 * r * share)[part, None, None]
+        column_sums = torch.zeros_like(w[part])
+        for first in range(0, x.shape[1], rows):
+            tile = slice(first, first + rows)
+            kernel = _squared_distances(x[part, tile], y[part]).mul_(-r[part, None, None]).exp_()
+            kernel *= v[part, tile, None] * w[part, None, :]
+            column_sums += kernel.sum(-2)
+            if x_gradient is not None:
+                pull = kernel @ y[part] - kernel.sum(-1)[..., None] * x[part, tile]
+                x_gradient[part, tile] += (factor if y_gradient is not None else 2 * factor) * pull
+            if y_gradient is not None:
+                y_gradient[part] += factor * (kernel.mT @ x[part, tile])
+        if y_gradient is not None:
+            y_gradient[part] -= factor * (column_sums[..., None] * y[part])
+        total[part] = column_sums.sum(-1)
     return total
 
 

@@ -8,12 +8,14 @@ budget in tiles whose products are computed anew. Memory is linear in the number
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import chunks_of
 
 
@@ -32,7 +34,7 @@ class Problems:
     def __getitem__(self, part: slice) -> "Problems":
         return Problems(*(tensor[part] for tensor in self.tensors()))
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.x, self.y, self.alpha, self.beta, self.log_a, self.log_b, self.epsilon
 
     def detached(self) -> "Problems":
@@ -81,6 +83,7 @@ def _sinkhorn(
     result does not depend on the others in its chunk.
     """
     look_every = 1 if problems.x.device.type == "cpu" else 10  # to look costs an accelerator its queue
+    traced = torch.compiler.is_compiling()  # cannot look; nothing moves once all are done
     valid = problems.log_a.isfinite()
     done = torch.zeros_like(problems.epsilon, dtype=torch.bool)
     iterations = torch.zeros_like(done, dtype=torch.int64)
@@ -91,7 +94,7 @@ def _sinkhorn(
         if iteration:
             off = torch.expm1((f - new_f).detach().masked_fill(~valid, 0.0)).abs().amax(-1)
             done = done | (off <= tolerance)
-            if iteration % look_every == 0 and done.all():
+            if not traced and iteration % look_every == 0 and done.all():
                 break
         f = torch.where(done[:, None], f, new_f)
         g = torch.where(done[:, None], g, problems.log_b - scores.log_sum(f, transposed=True))
@@ -101,13 +104,9 @@ def _sinkhorn(
 
 def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Cost with the plan as a constant: the gradient is that of the regularised value, by the envelope theorem."""
-    step = chunks_of(len(problems.x), problems.x.shape[1] * problems.y.shape[1], problems.x.device)
-    constants = problems.detached()
-    parts = [
-        _plan_statistics(constants[start : start + step], max_iterations, tolerance)
-        for start in range(0, len(problems.x), step)
-    ]
-    rows, columns, to_keys, to_queries, entropy, error, iterations = (torch.cat(t) for t in zip(*parts, strict=True))
+    rows, columns, to_keys, to_queries, entropy, error, iterations = _plans(
+        *problems.detached().tensors(), max_iterations, tolerance
+    )
     # sum_ij x_i·y_j pi_ij is both sum_i x_i·to_keys_i and sum_j y_j·to_queries_j; each carries its own gradient.
     of_queries = (problems.x * to_keys).sum((1, 2))
     of_keys = (problems.y * to_queries).sum((1, 2))
@@ -116,7 +115,35 @@ def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -
     return cost, cost + problems.epsilon * entropy, error, iterations
 
 
-@torch.no_grad()
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _like_plans(*given: Any) -> Statistics:
+    x, y, _, _, log_a, log_b, epsilon, *_ = given
+    rows, columns, to_keys, to_queries, entropy, error = map(torch.empty_like, (log_a, log_b, x, y, epsilon, epsilon))
+    return rows, columns, to_keys, to_queries, entropy, error, torch.empty_like(epsilon, dtype=torch.int64)
+
+
+@opaque("plans", like=_like_plans)
+def _plans(
+    x: Tensor,
+    y: Tensor,
+    alpha: Tensor,
+    beta: Tensor,
+    log_a: Tensor,
+    log_b: Tensor,
+    epsilon: Tensor,
+    max_iterations: int,
+    tolerance: float,
+) -> Statistics:
+    """What `_plan_statistics` tells, of all problems."""
+    problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon)
+    step = chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
+    starts = range(0, len(x), step)
+    parts = [_plan_statistics(problems[start : start + step], max_iterations, tolerance) for start in starts]
+    return tuple(torch.cat(t) for t in zip(*parts, strict=True))  # type: ignore[return-value]
+
+
 def _plan_statistics(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Row and column sums of the plan, what it carries to either side, sum pi log pi, and how it was reached."""
     scores = _Scores(problems)

@@ -1,0 +1,224 @@
+"""torch.compile: the losses of the plain model, no graph break (`fullgraph=True` would raise), nothing compiled twice.
+
+Backend aot_eager traces forward and backward as inductor does, and needs no C++ compiler. test_compile.py runs this
+file.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import alignattn
+from alignattn.config import Ramp
+from alignattn.errors import AlignmentWarning, CaptureError, NonFiniteError
+
+dynamo = pytest.importorskip("torch._dynamo.testing")
+transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
+
+LENGTHS = (10, 10, 10, 10, 10)
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def bert():
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**SIZES, **still, problem_type="single_label_classification")
+    return transformers.BertForSequenceClassification(config)
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+class Plain(nn.Module):
+    """Attention of one's own by scaled_dot_product_attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(60, 32), nn.Linear(32, 2)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, ids):
+        tokens = self.embed(ids)
+        q, k, v = (f(tokens).unflatten(-1, (4, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).mean(1))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.embed, self.out = nn.Embedding(60, 32), nn.Linear(32, 2)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids):
+        return self.out(self.layers(self.embed(ids)).mean(1))
+
+
+def train(make, method, *, lengths=LENGTHS, compile_model=None, compile_step=None, counter=None, **options):
+    """Losses of each step, and the alignment, with a weight that changes every step. Frames compiled go to `frames`."""
+    torch.manual_seed(0)
+    model = make().train()
+    options = {"weight": Ramp(1.0, 4)} | options
+    alignment = alignattn.align(model, method, **options)
+    called = model if compile_model is None else compile_model(model)
+    of_transformers = isinstance(model, transformers.PreTrainedModel)
+
+    def loss_of(ids, mask, labels):
+        if of_transformers:
+            return called(input_ids=ids, attention_mask=mask, labels=ids if make is llama else labels).loss
+        return F.cross_entropy(called(ids), labels) + alignment.loss()
+
+    step = loss_of if compile_step is None else compile_step(loss_of)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    numbers = torch.Generator().manual_seed(1)
+    losses = []
+    for length in lengths:
+        ids = torch.randint(0, 60, (4, length), generator=numbers)
+        mask = torch.ones_like(ids)
+        mask[0, length // 2 :] = 0
+        optimizer.zero_grad()
+        loss = step(ids, mask, torch.arange(4) % 2)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if counter is not None:
+            counter.frames.append(counter.frame_count)
+    return torch.stack(losses), alignment
+
+
+def counting():
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    counter.frames = []  # after each step
+    return counter, lambda function: torch.compile(function, backend=counter, fullgraph=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "whole_step"),
+    [("gan", False), ("ot", False), ("ct", False), ("mmd", False), ("gan", True), ("mmd", True)],
+)
+def test_compiled_training_is_plain_training_while_the_weight_changes(method, whole_step):
+    expected, plain = train(bert, method)
+    counter, compiled = counting()
+    how = {"compile_step" if whole_step else "compile_model": compiled}
+    losses, alignment = train(bert, method, counter=counter, **how)
+    torch.testing.assert_close(losses, expected)
+    # The second step is compiled once more at most: what logs show has begun by then.
+    assert counter.frames[1:] == [counter.frames[1]] * (len(LENGTHS) - 1)
+    logged, told = plain.meter.read(), alignment.meter.read()
+    assert told.keys() == logged.keys() and told == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    assert told["alignment_weight"] == pytest.approx((0 + 0.25 + 0.5 + 0.75 + 1) / 5)
+    for mine, theirs in zip(alignment.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert alignment.steps == plain.steps == len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "whole_step"),
+    [(llama, "gan", False), (Plain, "gan", False), (Plain, "mmd", True), (Encoder, "gan", True)],
+)
+def test_other_kinds_of_attention_compile_whole(make, method, whole_step):
+    expected, _ = train(make, method, lengths=LENGTHS[:3])
+    _, compiled = counting()
+    how = {"compile_step" if whole_step else "compile_model": compiled}
+    losses, _ = train(make, method, lengths=LENGTHS[:3], **how)
+    torch.testing.assert_close(losses, expected)
+
+
+def test_networks_that_must_be_made_in_the_first_pass_break_it_alone():
+    """An attention of one's own does not say how wide its heads are."""
+    expected, _ = train(Plain, "gan")
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+    counter.frames = []
+    losses, _ = train(
+        Plain, "gan", counter=counter, compile_step=lambda function: torch.compile(function, backend=counter)
+    )
+    torch.testing.assert_close(losses, expected)
+    assert counter.frames[-1] == counter.frames[-2]
+
+
+@pytest.mark.parametrize("method", ["ct", "mmd"])
+def test_one_compilation_serves_all_lengths(method):
+    lengths = (10, 12, 9, 14, 11, 8, 13)
+    expected, _ = train(bert, method, lengths=lengths)
+    counter, compiled = counting()
+    losses, _ = train(bert, method, lengths=lengths, compile_step=compiled, counter=counter)
+    torch.testing.assert_close(losses, expected)
+    assert counter.frames[1:] == [counter.frames[1]] * (len(lengths) - 1)
+
+
+def test_packed_rows_break_the_graph_and_nothing_else():
+    """How many documents there are is known when they are counted."""
+    ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
+
+    def losses(compiled):
+        torch.manual_seed(0)
+        model = llama().train()
+        alignment = alignattn.align(model, "mmd", weight=1.0)
+        called = torch.compile(model, backend="aot_eager") if compiled else model
+        return [called(input_ids=ids, position_ids=positions, labels=ids).loss.detach() for _ in range(2)], alignment
+
+    (expected, plain), (told, alignment) = losses(False), losses(True)
+    torch.testing.assert_close(told, expected)
+    logged = plain.meter.read()
+    assert alignment.meter.read() == pytest.approx(logged, rel=1e-4, abs=1e-6)
+
+
+def test_unrolled_sinkhorn_compiles():
+    options = {"gradient": "unrolled", "max_iterations": 4, "tolerance": 0.5}
+    expected, _ = train(Plain, "ot", lengths=(6, 6), weight=0.5, **options)
+    _, compiled = counting()
+    losses, _ = train(Plain, "ot", lengths=(6, 6), weight=0.5, compile_step=compiled, **options)
+    torch.testing.assert_close(losses, expected)
+
+
+def test_a_weight_of_one_number_is_the_same_in_compiled_code():
+    expected, _ = train(bert, "mmd", weight=0.3)
+    _, compiled = counting()
+    losses, alignment = train(bert, "mmd", weight=0.3, compile_model=compiled)
+    torch.testing.assert_close(losses, expected)
+    assert alignment.meter.read()["alignment_weight"] == pytest.approx(0.3)
+
+
+def test_nan_is_found_at_the_update_after(monkeypatch):
+    """Compiled code cannot stop in the middle."""
+
+    def broken():
+        model = Plain()
+        with torch.no_grad():
+            model.k.bias[0] = float("nan")
+        return model
+
+    _, compiled = counting()
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        train(broken, "mmd", compile_step=compiled)
+
+
+def test_frozen_projections_are_told_of():
+    def frozen():
+        model = bert()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = "query" not in name and "key" not in name
+        return model
+
+    _, compiled = counting()
+    with pytest.warns(AlignmentWarning, match="frozen"):
+        train(frozen, "mmd", compile_model=compiled)
+
+
+def test_projections_are_refused_with_a_sentence():
+    with pytest.raises(CaptureError, match=r"generator='model' with torch\.compile"):
+        train(
+            bert,
+            "mmd",
+            generator="projections",
+            compile_model=lambda model: torch.compile(model, backend="aot_eager"),
+        )

@@ -28,8 +28,9 @@ from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataErro
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Weight, hand_to_projections
+from alignattn.objective import Objective, Watcher, Weight, hand_to_projections, is_nothing
 from alignattn.passes import Passes
+from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
 from alignattn.updates import Updates
 
@@ -69,6 +70,7 @@ class Alignment:
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
+        self._recentring: Recentring | None = None
         self._passes = Passes()
         self._adds_to_outputs = self._added_to_outputs = False
         self._advice = Advice()
@@ -99,7 +101,9 @@ class Alignment:
             layers=layers,
             cross=config.cross,
             projections=config.generator == "projections",
+            key_biases=config.recentre,
         )
+        self._recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
         try:
             _aligned.update(site.module for site in self._tap.sites)
             self._make_networks_ahead(model, [s for s in self._tap.sites if config.cross or not s.looks_cross])
@@ -122,6 +126,7 @@ class Alignment:
             _aligned.difference_update(site.module for site in self._tap.sites)
             self._tap.remove()
             self._tap = None
+            self._recentring = None
         self._passes.clear()
         self._added_to_outputs = False
 
@@ -172,7 +177,8 @@ class Alignment:
         if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
             return
         if self._updates.happened():
-            self.advance()
+            self._advance(recentre=self._updates.written)
+            self._updates.remember()  # what we shift ourselves is no update
         self._finite.look()
         self._advice.if_frozen(self._tap)
         if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
@@ -230,8 +236,13 @@ class Alignment:
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
         weight = self._weight()
+        watchers: list[Watcher] = [self._finite]
+        if self._recentring is not None and not is_nothing(weight):
+            for record in (record for records in forwards for record in records):
+                self._recentring.look(record)
+            watchers.append(self._recentring)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
-        term, self.parts = objective(self.objective, forwards, weight, self._finite)
+        term, self.parts = objective(self.objective, forwards, weight, watchers)
         self._measure(weight)
         self._open = True
         if self.adversary is not None:
@@ -249,10 +260,15 @@ class Alignment:
         Happens by itself when an optimizer of torch's has stepped, or, where the model is updated by hand, before the
         next training forward. Every process must call this together.
         """
+        self._advance(recentre=True)
+
+    def _advance(self, *, recentre: bool) -> None:
         self._finite.look()
         self._advice.if_frozen(self._tap)
         if self.adversary is not None:
             self.adversary.step()
+        if self._recentring is not None and recentre:
+            self._recentring.close(first=self._closed == 0)
         self._set_clock(self.steps)
         self._open = False
 

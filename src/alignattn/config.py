@@ -35,9 +35,16 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "stable": {
-        "all": {"weight": 0.1, "reduction": "mean"},
+        "all": {"weight": 0.1, "reduction": "mean", "recentre": True},
         "gan": {"standardise": True},
-        "ot": {"relative_epsilon": True, "epsilon": 0.05, "tolerance": 0.05, "max_iterations": 50},
+        "ot": {
+            "standardise": True,
+            "cost": "sqeuclidean",
+            "debiased": True,
+            "epsilon": 0.05,
+            "tolerance": 0.05,
+            "max_iterations": 50,
+        },
         "ct": {"standardise": True},
     },
 }
@@ -71,6 +78,7 @@ class AlignmentConfig:
     matcher: MatcherConfig
     reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
+    recentre: bool = False  # shift keys to the queries by their projection's bias, which softmax does not feel
     cross: bool = False  # cross-attention too
     add_to_outputs: bool = True  # to the loss that a transformers model returns in training mode
     adversary_optimizer: str | None = "adam"  # None: put alignment.parameters() into an optimizer of your own
@@ -90,7 +98,7 @@ class AlignmentConfig:
                 raise unknown(name, getattr(self, name), map(str, allowed))
         if not callable(self.weight):
             check_weight(self.weight)
-        for name in ("cross", "add_to_outputs"):
+        for name in ("recentre", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):

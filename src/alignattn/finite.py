@@ -23,6 +23,13 @@ class FiniteCheck:
         self._pending: deque[_Pending] = deque()
         self._traced: dict[tuple[str, ...], Tensor] = {}  # of compiled code, which leaves it here
 
+    @torch.no_grad()
+    def watch(
+        self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> None:
+        """Look at queries and keys [l, b, h, tokens, d] of these layers, where masks [l, b, tokens] are True."""
+        self.submit(names, _finite(query, query_mask) & _finite(key, key_mask))
+
     def submit(self, names: list[str], finite: Tensor) -> None:
         """`finite` [l] tells for each of these layers whether all its queries and keys are finite."""
         if torch.compiler.is_compiling():
@@ -45,6 +52,13 @@ class FiniteCheck:
         while self._pending and self._pending[0].arrived.query():
             pending = self._pending.popleft()
             _raise_for(pending.names, pending.finite)
+
+
+def _finite(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """For each layer whether all that stands at valid tokens is finite."""
+    if mask is not None:
+        tokens = tokens.masked_fill(~mask[:, :, None, :, None], 0.0)
+    return tokens.isfinite().flatten(1).all(1)
 
 
 def _raise_for(names: list[str], finite: Tensor) -> None:

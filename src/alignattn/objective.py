@@ -7,8 +7,9 @@ forward pass, then the mean over passes.
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +18,21 @@ from torch.autograd.function import once_differentiable
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
-from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 
 Forwards = list[list[QueryKey]]
 Parts = dict[str, Tensor]
+Watchers = Sequence["Watcher"]
 Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
+
+
+class Watcher(Protocol):
+    """Looks at queries and keys while they are stacked."""
+
+    def watch(
+        self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> None:
+        """Queries and keys [l, b, h, tokens, d] of the layers `names`, masks [l, b, tokens]."""
 
 
 class Objective:
@@ -37,28 +47,28 @@ class Objective:
         self.config = config
         self.weighs_networks = weighs_networks
 
-    def __call__(self, forwards: Forwards, weight: Weight, check: FiniteCheck) -> tuple[Tensor, Parts]:
+    def __call__(self, forwards: Forwards, weight: Weight, watchers: Watchers) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
-        if _is_nothing(weight):  # the model's own gradients are then untouched to the last bit
+        if is_nothing(weight):  # the model's own gradients are then untouched to the last bit
             forwards = [[_moved(r, r.query.detach(), r.key.detach()) for r in records] for records in forwards]
         elif not self.weighs_networks:
             forwards = [
                 [_moved(r, _scale_gradient(r.query, weight), _scale_gradient(r.key, weight)) for r in records]
                 for records in forwards
             ]
-        total, parts = self.total(forwards, check)
+        total, parts = self.total(forwards, watchers)
         if self.weighs_networks:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
 
-    def total(self, forwards: Forwards, check: FiniteCheck) -> tuple[Tensor, Parts]:
+    def total(self, forwards: Forwards, watchers: Watchers) -> tuple[Tensor, Parts]:
         """The unweighted loss, and each call's part by name, the mean where several passes have it."""
         mean = self.config.reduction == "mean"
         records = [record.unpacked() for some in forwards for record in some]
         shares = [1 / len(forwards) / (len(some) if mean else 1) for some in forwards for _ in some]
         losses: dict[int, Tensor] = {}
         for group in self._groups(records):
-            for place, value in zip(group, self._match([records[place] for place in group], check), strict=True):
+            for place, value in zip(group, self._match([records[place] for place in group], watchers), strict=True):
                 losses[place] = value.mean() if mean else value.sum()
         total = torch.stack([losses[place].to(losses[0].device) * share for place, share in enumerate(shares)]).sum()
         parts: dict[str, list[Tensor]] = defaultdict(list)
@@ -83,13 +93,14 @@ class Objective:
             group.append(place)
         return [members for _, members in groups]
 
-    def _match(self, records: list[QueryKey], check: FiniteCheck) -> list[Tensor]:
+    def _match(self, records: list[QueryKey], watchers: Watchers) -> list[Tensor]:
         """For each record the mean over samples of its losses, or their sum with the samples' weights, [h]."""
         query, key = torch.stack([r.query for r in records]), torch.stack([r.key for r in records])
         query_mask, key_mask = (_stack_masks([getattr(r, m) for r in records]) for m in ("query_mask", "key_mask"))
         names = [r.name for r in records]
         counted = self.matcher.counted
-        check.submit(names, _finite(query, counted(query_mask)) & _finite(key, counted(key_mask)))
+        for watcher in watchers:
+            watcher.watch(names, query, key, counted(query_mask), counted(key_mask))
         losses = self.matcher(query, key, query_mask, key_mask, names)  # (l, b, h)
         if records[0].sample_weight is None:
             return list(losses.mean(1).unbind())
@@ -98,7 +109,7 @@ class Objective:
 
 
 def hand_to_projections(
-    objective: Objective, forwards: Forwards, weight: Weight, check: FiniteCheck
+    objective: Objective, forwards: Forwards, weight: Weight, watchers: Watchers
 ) -> tuple[Tensor, Parts]:
     """The term, with gradients into the query and key projections and no further (`generator="projections"`).
 
@@ -107,7 +118,7 @@ def hand_to_projections(
     twins. What the matching needed in memory is free again before the model's own backward begins.
     """
     leaves = [[_leaf(record) for record in records] for records in forwards]
-    total, parts = objective.total(leaves, check)
+    total, parts = objective.total(leaves, watchers)
     flat = [
         (leaf, record)
         for some, others in zip(leaves, forwards, strict=True)
@@ -121,7 +132,7 @@ def hand_to_projections(
     targets: list[Tensor] = []
     deliveries: list[Tensor] = []
     factors: list[Weight] = []
-    for place, (_, record) in enumerate(() if _is_nothing(weight) else flat):
+    for place, (_, record) in enumerate(() if is_nothing(weight) else flat):
         for target, gradient in _taken_back(record, gradients[2 * place], gradients[2 * place + 1]):
             targets.append(target)
             deliveries.append(gradient)
@@ -203,7 +214,8 @@ def _scale_gradient(tensor: Tensor, factor: Weight) -> Tensor:
     return scaled
 
 
-def _is_nothing(weight: Weight) -> bool:
+def is_nothing(weight: Weight) -> bool:
+    """Whether alignment is to leave no trace at all."""
     return isinstance(weight, float) and weight == 0
 
 
@@ -221,14 +233,6 @@ def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
     if all(mask is masks[0] for mask in masks):
         return masks[0].expand(len(masks), *masks[0].shape)
     return torch.stack([mask for mask in masks if mask is not None])
-
-
-@torch.no_grad()
-def _finite(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """For each layer of [l, b, h, n, d] whether all that stands at valid tokens is finite."""
-    if mask is not None:
-        tokens = tokens.masked_fill(~mask[:, :, None, :, None], 0.0)
-    return tokens.isfinite().flatten(1).all(1)
 
 
 def _label(record: QueryKey) -> str:

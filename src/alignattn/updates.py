@@ -23,7 +23,8 @@ class Updates:
         self.then = then
         self.model = weakref.ref(model) if isinstance(model, nn.Module) else None
         self.optimizers_seen = False
-        self.versions: tuple[int, ...] = ()
+        self.versions: tuple[int, ...] | None = None
+        self.written = False  # when last asked: weights surely were others than before
         self.gradients: list[weakref.ref[Tensor]] = []
         _listen(self)
 
@@ -34,10 +35,16 @@ class Updates:
         parameters = list(self._parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         # While batches are accumulated, weights are not written to and gradients stay the tensors that they are.
-        written = self.versions != (versions := tuple(p._version for p in parameters))
+        before = self.versions
+        self.remember()
+        self.written = before is not None and before != self.versions
         begun_anew = any(all(old() is not g for g in gradients) for old in self.gradients)
-        self.versions, self.gradients = versions, [weakref.ref(g) for g in gradients[:1]]
-        return written or begun_anew or not gradients
+        self.gradients = [weakref.ref(g) for g in gradients[:1]]
+        return before is None or self.written or begun_anew or not gradients
+
+    def remember(self) -> None:
+        """Weights as they are now are not news."""
+        self.versions = tuple(p._version for p in self._parameters())
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, of this model or another; without a model, any counts but an adversary's."""

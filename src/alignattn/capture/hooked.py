@@ -32,6 +32,7 @@ class HookedSocket(ProjectedSocket):
     """Finds queries and keys where they are multiplied."""
 
     kind = "written-out attention"
+    is_blind_to_shifts = False  # DeBERTa's keys also meet positions
     can_stand_in = False
 
     @classmethod

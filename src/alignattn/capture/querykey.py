@@ -66,6 +66,7 @@ class QueryKey:
     name: str = ""
     call: int = 0  # how often this module had been called before in the same forward pass
     projected: tuple[Projected, ...] = ()
+    key_output: Tensor | None = None  # what the key projection put out, where its bias may be shifted
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):
@@ -132,6 +133,7 @@ class QueryKey:
             key_mask=mask,
             segments=None,
             sample_weight=weight,
+            key_output=None,
         )
 
 

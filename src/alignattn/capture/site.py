@@ -41,6 +41,7 @@ class Socket:
 
     kind: ClassVar[str]
     can_stand_in: ClassVar[bool] = True
+    is_blind_to_shifts: ClassVar[bool] = True  # logits are products of queries and keys and a bias, and nothing else
 
     @classmethod
     def find(cls, model: nn.Module) -> list[Site]:
@@ -139,6 +140,7 @@ class ProjectedSocket(Socket):
                 segments=None if cross else segments,
                 name=self.sites[module].name,
                 projected=projected,
+                key_output=self.tap.key_output(module),
             )
         )
 

@@ -14,6 +14,7 @@ from torch.nn.modules import module as nn_module
 from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.hooked import HookedSocket
 from alignattn.capture.huggingface import HuggingFaceSocket
+from alignattn.capture.keybias import KeyBias, find_key_bias
 from alignattn.capture.multihead import MultiheadSocket
 from alignattn.capture.querykey import AttentionCall, QueryKey
 from alignattn.capture.sdpa import SdpaSocket
@@ -48,6 +49,7 @@ class Tap:
         cross: bool = False,
         always: bool = False,
         projections: bool = False,  # also find what made queries and keys, for a gradient that stops there
+        key_biases: bool = False,  # also find the biases of keys, which may be shifted
     ) -> None:
         self.model = model
         self.attend = attend
@@ -62,6 +64,8 @@ class Tap:
         self.sites = choose(find_sites(model), layers, model)
         self._sockets: list[Socket] = []
         self._handles: list[Any] = []
+        self.key_biases: dict[str, KeyBias] = {}
+        self._key_outputs: dict[nn.Module, Tensor] = {}
         try:
             self._hook_model()  # before the sockets' hooks: the model may itself be an attention module
             for socket in SOCKETS:
@@ -74,6 +78,8 @@ class Tap:
                     )
                 if sites:
                     self._sockets.append(socket(self, sites))
+                if key_biases and socket.is_blind_to_shifts:
+                    self._find_key_biases(sites)
             _forget_compiled_code()
         except BaseException:
             self.remove()
@@ -110,6 +116,26 @@ class Tap:
         if segments is None or segments.shape[1] != n or key.shape[2] != n or query.shape[0] % segments.shape[0]:
             return None
         return segments.expand(query.shape[0], n) if segments.shape[0] == 1 else segments
+
+    def _find_key_biases(self, sites: list[Site]) -> None:
+        for site in sites:
+            found = find_key_bias(site.module)
+            if found is None:
+                continue
+            self.key_biases[site.name] = found
+            if found.projection is not None:
+                self._handles.append(found.projection.register_forward_hook(Hook(self._keep_output_for(site.module))))
+
+    def _keep_output_for(self, attention: nn.Module) -> Callable[..., None]:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            if self.recording and isinstance(output, Tensor):
+                self._key_outputs[attention] = output
+
+        return keep
+
+    def key_output(self, attention: nn.Module) -> Tensor | None:
+        """What the key projection of this module has put out in the call that is being recorded."""
+        return self._key_outputs.pop(attention, None)
 
     def remove(self) -> None:
         """The model as it was before."""
@@ -219,6 +245,7 @@ class Tap:
         self.recording = False
         self._depth = 0
         self._segments = None
+        self._key_outputs.clear()
         for socket in reversed(self._sockets):
             socket.close()
 

@@ -25,6 +25,7 @@ class MatcherConfig:
     """Options that every method has. Checked when made."""
 
     mask_padding: bool = True  # False counts padded tokens as tokens, as the released code does
+    standardise: bool = False  # q and k on a common scale: minus mean, over deviation of the problem, both detached
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -43,7 +44,6 @@ class NetworkConfig(MatcherConfig):
     """Options of the methods that learn networks."""
 
     hidden_width: int = 16  # of the perceptrons
-    standardise: bool = False  # show the networks q and k on a common scale: mean and variance of the problem, detached
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +111,7 @@ class Matcher(nn.Module):
         layers, samples = query.shape[:2]
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
         blanked = [blank_padding(t.flatten(0, 1), m) for t, m in zip((query, key), masks, strict=True)]
-        if isinstance(self.config, NetworkConfig) and self.config.standardise:
+        if self.config.standardise:
             blanked = list(standardise(blanked[0], blanked[1], masks[0], masks[1]))
         query, key = (t.unflatten(0, (layers, samples)) for t in blanked)
         losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))

@@ -47,8 +47,10 @@ def why_nothing(tap: Tap | None) -> str:
     if not any(site.module.training for site in tap.sites):
         return start + "Call model.train() before the forward pass."
     return start + (
-        f"Call the {type(tap.model).__name__} that was aligned itself, with gradients enabled; if you call one of its "
-        "parts or another method than forward, align that part."
+        f"Call the {type(tap.model).__name__} that was aligned itself, as model(...), with gradients enabled. If a "
+        "library calls its forward() or one of its parts, or has wrapped it since, align what is called: the "
+        "SentenceTransformer rather than its transformer; before deepspeed.initialize. Losses that cache gradients "
+        "run the model where alignment cannot reach it."
     )
 
 

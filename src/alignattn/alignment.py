@@ -29,7 +29,7 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
 from alignattn.objective import Objective, Watcher, Weight, hand_to_projections, is_nothing
-from alignattn.passes import Passes
+from alignattn.passes import Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
 from alignattn.updates import Updates
@@ -98,6 +98,7 @@ class Alignment:
             begin=self._begin,
             finish=self._finish,
             abandon=self._passes.abandon,
+            recomputed=self._recomputed,
             layers=layers,
             cross=config.cross,
             projections=config.generator == "projections",
@@ -129,6 +130,9 @@ class Alignment:
             self._recentring = None
         self._passes.clear()
         self._added_to_outputs = False
+
+    def _is_training(self) -> bool:
+        return self._tap is not None and any(site.module.training for site in self._tap.sites)
 
     def summary(self) -> str:
         """Which layers and how many heads are attached, and how they are matched."""
@@ -200,15 +204,29 @@ class Alignment:
         if self._adds_to_outputs:
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
                 self.meter.add(("task_loss",), output["loss"])
-                output["loss"] = output["loss"] + self._term().to(output["loss"].device)
-                self._added_to_outputs = True
+                output["loss"] = output["loss"] + self._handed_out(done).to(output["loss"].device)
                 return output
             if isinstance(output, tuple) and has_labels and _is_number(output[0]):
-                self._added_to_outputs = True
                 self.meter.add(("task_loss",), output[0])
-                return (output[0] + self._term().to(output[0].device), *output[1:])
+                return (output[0] + self._handed_out(done).to(output[0].device), *output[1:])
         done.watch_backward()
         return None
+
+    def _handed_out(self, done: Pass) -> Tensor:
+        """The term, which becomes part of the model's own loss."""
+        self._added_to_outputs = True
+        term = self._term()
+        self._passes.hand_out(done, term)
+        return term
+
+    def _recomputed(self) -> None:
+        """The model runs within a backward pass. As a checkpoint it ran before, and was recorded."""
+        if not self._open and not self._passes:
+            raise CaptureError(
+                "The model runs within a backward pass, and did not run in training mode with gradients before: so do "
+                "losses that cache gradients (Cached... in sentence-transformers). Alignment cannot reach them: use "
+                "the loss that does not cache."
+            )
 
     # --- the loss ---------------------------------------------------------------------------------------------------
 
@@ -264,6 +282,7 @@ class Alignment:
 
     def _advance(self, *, recentre: bool) -> None:
         self._finite.look()
+        self._passes.settle()
         self._advice.if_frozen(self._tap)
         if self.adversary is not None:
             self.adversary.step()
@@ -312,14 +331,31 @@ class Alignment:
         def with_term(*args: Any, **kwargs: Any) -> Tensor:
             loss = function(*args, **kwargs)
             labels = kwargs["labels"] if "labels" in kwargs else args[1] if len(args) > 1 else None
-            if not self._passes:  # evaluation
-                return loss
-            if kwargs.get("num_items_in_batch") is not None and labels is not None and self._tap is not None:
-                self._passes.weigh(share_of_update(self._tap.model, labels, kwargs["num_items_in_batch"]))
-            self.meter.add(("task_loss",), loss)
-            return loss + self.loss().to(loss.device)
+            return self.added_to(loss, labels, kwargs.get("num_items_in_batch"))
 
         return with_term
+
+    def added_to(
+        self, loss: Tensor, labels: Tensor | None = None, total: Tensor | int | None = None, *, otherwise: float = 1.0
+    ) -> Tensor:
+        """A loss that was computed outside the model, with the term of this batch added; as it is in evaluation.
+
+        `total` is the number of labels in all batches of an update, where the host divides by nothing: samples then
+        count by their `labels`. The term is multiplied by `otherwise` where that cannot be told.
+        """
+        if not self._passes and not (self._is_training() and torch.is_grad_enabled()):
+            return loss
+        self.meter.add(("task_loss",), loss)
+        if total is not None and isinstance(labels, Tensor) and self._tap is not None:
+            self._passes.weigh(share_of_update(self._tap.model, labels, total))
+            otherwise = 1.0
+        elif self._passes.are_weighed():
+            otherwise = 1.0
+        return loss + otherwise * self.loss().to(loss.device)
+
+    def leave_outputs_alone(self) -> None:
+        """Whoever computes the loss will add the term: as `add_to_outputs=False`."""
+        self._adds_to_outputs = False
 
     # --- the networks -----------------------------------------------------------------------------------------------
 

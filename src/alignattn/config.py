@@ -35,17 +35,18 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "stable": {
-        "all": {"weight": 0.1, "reduction": "mean", "recentre": True},
-        "gan": {"standardise": True},
+        "all": {"reduction": "mean", "recentre": True, "standardise": True},
+        "gan": {"weight": 0.1, "adversary_rate": 4e-3},
         "ot": {
-            "standardise": True,
             "cost": "sqeuclidean",
             "debiased": True,
-            "epsilon": 0.05,
+            "epsilon": 1.0,
             "tolerance": 0.05,
-            "max_iterations": 50,
+            "max_iterations": 3,
+            "weight": 1.0,
         },
-        "ct": {"standardise": True},
+        "ct": {"weight": 0.3, "adversary_rate": 1e-2},
+        "mmd": {"weight": 2.0},
     },
 }
 

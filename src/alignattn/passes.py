@@ -13,6 +13,12 @@ MOST_PASSES = 64  # that may wait for one loss(): more are surely forgotten, and
 MOST_CALLS = 4096  # that record() takes for one pass
 
 
+HOSTS = (
+    "A Trainer whose loss is not the model's (label smoothing, compute_loss_func, sentence-transformers, TRL): use "
+    "alignattn.integrations.trainer.AlignmentTrainer or its mixin, or compute_loss_func=alignment.loss_function(...)."
+)
+
+
 class Mark:
     """Set when gradients have gone through a pass. It knows nothing of the pass: its hook would keep that alive."""
 
@@ -49,6 +55,7 @@ class Passes:
     def __init__(self) -> None:
         self.waiting: list[Pass] = []
         self.recording: Pass | None = None
+        self.handed_out: list[tuple[Mark, Mark]] = []  # of terms since the last update: of queries, and of the term
 
     def __bool__(self) -> bool:
         return any(one.records for one in self.waiting)
@@ -56,21 +63,43 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins: none before it may have been forgotten."""
         self.recording = None  # one that failed half way may have left something
-        if any(one.passed_backward for one in self.waiting):
-            self.waiting.clear()
-            raise CaptureError(
-                "The alignment term of the last training forward was never used, though its gradients were computed. "
-                "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
-                "to the loss you call backward() on. The Trainer gives no labels with label smoothing or "
-                "compute_loss_func: use alignattn.integrations.trainer.AlignmentTrainer, or "
-                "compute_loss_func=alignment.loss_function(...)."
-            )
+        self.check()
         if len(self.waiting) >= MOST_PASSES:
             self.waiting.clear()
             raise CaptureError(
                 f"{MOST_PASSES} training forwards have run and nobody took their alignment term. Add "
                 "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
             )
+
+    def check(self) -> None:
+        """Gradients that went through a pass must have gone through its term."""
+        if any(one.passed_backward for one in self.waiting):
+            self.waiting.clear()
+            raise CaptureError(
+                "The alignment term of the last training forward was never used, though its gradients were computed. "
+                "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
+                f"to the loss you call backward() on. {HOSTS}"
+            )
+        if any(passed.set and not term.set for passed, term in self.handed_out):
+            self.handed_out.clear()
+            raise CaptureError(
+                "The loss that the model returned, with the alignment term in it, was not used: gradients went through "
+                "the model and none through the term. Who computes a loss of his own from the model's outputs, as TRL "
+                f"does, must add the term himself: align(..., add_to_outputs=False). {HOSTS}"
+            )
+
+    def hand_out(self, done: Pass, term: Tensor) -> None:
+        """The term of a pass has become part of a loss; see that it is used."""
+        done.watch_backward()
+        if done.mark is not None and term.requires_grad:
+            mark = Mark()
+            term.register_hook(mark)
+            self.handed_out.append((done.mark, mark))
+
+    def settle(self) -> None:
+        """The model has been updated: nothing may have been forgotten, and what was used is done with."""
+        self.check()
+        self.handed_out.clear()
 
     def add(self, record: QueryKey) -> None:
         """A call of the pass that is being recorded."""
@@ -121,6 +150,10 @@ class Passes:
                 if record.sample_weight is None:
                     weights[samples] = weights[samples] if samples in weights else share(samples)
                     one.records[place] = replace(record, sample_weight=weights[samples])
+
+    def are_weighed(self) -> bool:
+        """Whether the samples of those that wait have their weights."""
+        return any(record.sample_weight is not None for one in self.waiting for record in one.records)
 
     def take(self) -> list[list[QueryKey]]:
         """The records of all that waited; none do any more."""

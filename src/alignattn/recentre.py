@@ -28,7 +28,7 @@ class Recentring:
         # Whether a module is blind to a shift of its keys; what is missing here is not known yet.
         self.blind: dict[str, bool] = {name: True for name, bias in biases.items() if bias.projection is None}
         self._same: dict[str, Tensor] = {}  # whether keys are what their projection put out
-        self._gaps: dict[str, Tensor] = {}  # [heads, d + 1]: sums over calls, and behind them how many
+        self._sums: dict[str, Tensor] = {}  # [2, heads, d + 1]: of all queries, of all keys; behind them how many
 
     @torch.no_grad()
     def look(self, record: QueryKey) -> None:
@@ -41,51 +41,53 @@ class Recentring:
     def watch(
         self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> None:
-        """Gather the mean of the queries minus that of the keys, from [l, b, h, tokens, d]."""
-        gaps = F.pad(_mean_token(query, query_mask) - _mean_token(key, key_mask), (0, 1), value=1.0)  # (l, h, d + 1)
-        for name, gap in zip(names, gaps.unbind(), strict=True):
+        """Add up the queries and the keys, from [l, b, h, tokens, d]."""
+        sums = torch.stack([_sum_of_tokens(query, query_mask), _sum_of_tokens(key, key_mask)], 1)  # (l, 2, h, d + 1)
+        for name, some in zip(names, sums.unbind(), strict=True):
             if name in self.biases:
-                self._gaps[name] = self._gaps[name] + gap if name in self._gaps else gap
+                self._sums[name] = self._sums[name] + some if name in self._sums else some
 
     @torch.no_grad()
     def close(self, *, first: bool) -> None:
         """Shift the keys by what was gathered. Every process must call this together."""
-        gaps, self._gaps = self._gaps, {}
+        sums, self._sums = self._sums, {}
         same, self._same = self._same, {}
-        if not self.biases or not (gaps or _several()):
+        if not self.biases or not (sums or _several()):
             return
-        rows = {name: self._row(name, gaps.get(name), same.get(name)) for name in self.biases}
+        rows = {name: self._row(name, sums.get(name), same.get(name)) for name in self.biases}
         if _several():
             device = next(iter(rows.values())).device
             flat = torch.cat([row.to(device) for row in rows.values()])
             dist.all_reduce(flat)
             rows = dict(zip(rows, flat.split([len(row) for row in rows.values()]), strict=True))
         for name, bias in self.biases.items():
-            *shift, calls, objections = rows[name].split([len(rows[name]) - 2, 1, 1])
-            if name not in self.blind and (name in same or _several()) and bool(calls > 0):
+            queries, keys, counts, objections = rows[name].split([bias.size, bias.size, 2, 1])
+            if name not in self.blind and bool((counts > 0).all()):
                 self.blind[name] = not bool(objections > 0)
             if self.blind.get(name):
-                by = torch.where(rows[name].isfinite().all() & (calls > 0), shift[0] / calls.clamp_min(1), 0.0)
-                bias.shift(by if first else RATE * by)
+                gap = queries / counts[0] - keys / counts[1]
+                gap = torch.where(gap.isfinite().all(), gap, 0.0)  # nothing may have come
+                bias.shift(gap if first else RATE * gap)
 
-    def _row(self, name: str, gap: Tensor | None, same: Tensor | None) -> Float[Tensor, " e"]:
-        """What a process knows of a module: its gap a key head, how many calls, and 1 if it is not blind to shifts."""
+    def _row(self, name: str, sums: Tensor | None, same: Tensor | None) -> Float[Tensor, " e"]:
+        """What a process knows of a module: sums of queries and keys a key head, their counts, 1 if it is not blind."""
         bias = self.biases[name]
-        size = bias.size
-        if gap is None:
-            return torch.zeros(size + 2, device=bias.parameter.device)
-        sums, calls = gap[:, :-1], gap[0, -1:]
-        of_groups = sums.reshape(size // sums.shape[1], -1, sums.shape[1]).mean(1)  # queries that share a key head
-        objection = torch.zeros_like(calls) if same is None else (~same).to(calls)[None]
-        return torch.cat([of_groups.flatten(), calls, objection])
+        if sums is None:
+            return torch.zeros(2 * bias.size + 3, device=bias.parameter.device)
+        width = sums.shape[2] - 1
+        of_groups = sums[..., :-1].reshape(2, bias.size // width, -1, width).mean(2)  # queries may share a key head
+        objection = sums.new_zeros(1) if same is None else (~same).to(sums)[None]
+        return torch.cat([of_groups.flatten(), sums[:, 0, -1], objection])
 
 
-def _mean_token(tokens: Float[Tensor, "l b h n d"], mask: Bool[Tensor, "l b n"] | None) -> Float[Tensor, "l h d"]:
-    """The mean of all valid tokens of all samples."""
+def _sum_of_tokens(tokens: Float[Tensor, "l b h n d"], mask: Bool[Tensor, "l b n"] | None) -> Float[Tensor, "l h e"]:
+    """The sum of all valid tokens of all samples, and behind it how many they are."""
     if mask is None:
-        return tokens.mean((1, 3), dtype=torch.float32)
+        total = tokens.sum((1, 3), dtype=torch.float32)  # (l, h, d)
+        return F.pad(total, (0, 1), value=float(tokens.shape[1] * tokens.shape[3]))
     total = tokens.masked_fill(~mask[:, :, None, :, None], 0.0).sum((1, 3), dtype=torch.float32)
-    return total / mask.sum((1, 2)).clamp_min(1)[:, None, None]
+    count = mask.sum((1, 2)).to(total)[:, None, None].expand(-1, total.shape[1], 1)
+    return torch.cat([total, count], -1)
 
 
 def _several() -> bool:

@@ -9,8 +9,8 @@ from tiny_training import ONE_GRADIENT, make_classifier, sentences
 from transformers import Trainer
 
 import alignattn
-from alignattn.errors import CaptureError, DataError
-from alignattn.integrations.trainer import AlignmentTrainer
+from alignattn.errors import CaptureError, DataError, NothingCapturedError
+from alignattn.integrations.trainer import AlignmentTrainer, AlignmentTrainerMixin
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def update(trainer_class, model, data, tmp_path, *, align, batch, accumulate, lo
     alignment = alignattn.align(model, "mmd", weight=0.5) if align else None
     if loss is not None:
         kwargs["compute_loss_func"] = alignment.loss_function(loss) if align and wrap else loss
-    if trainer_class is AlignmentTrainer:
+    if issubclass(trainer_class, AlignmentTrainerMixin):
         kwargs["alignment"] = alignment
     cut = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate}
     args = tiny_training.arguments(tmp_path, **ONE_GRADIENT, **cut, **changes)
@@ -173,3 +173,87 @@ def test_evaluation_is_left_alone(model, data, tmp_path):
     attached = trainer.evaluate()["eval_loss"]
     alignment.detach()
     assert trainer.evaluate()["eval_loss"] == attached
+
+
+# Hosts that compute the loss themselves: TRL from the outputs, sentence-transformers from embeddings.
+
+
+class FromOutputs(Trainer):
+    """As TRL: gives the model its labels, and ignores the loss that comes back."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits, inputs["labels"], reduction="sum")
+        loss = loss / (len(inputs["labels"]) if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class FromEmbeddings(Trainer):
+    """As sentence-transformers: no labels, a loss of its own."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = {name: value for name, value in inputs.items() if name != "labels"}
+        outputs = model(**inputs)
+        loss = outputs.logits.square().mean()
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            loss = loss / self.current_gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class AlignedFromOutputs(AlignmentTrainerMixin, FromOutputs):
+    pass
+
+
+class AlignedFromEmbeddings(AlignmentTrainerMixin, FromEmbeddings):
+    pass
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("host", [FromOutputs, FromEmbeddings])
+def test_a_host_that_leaves_the_term_out_is_told_at_its_first_update(host, steps, model, data, tmp_path):
+    alignattn.align(model, "mmd")
+    trainer = host(model=model, args=arguments(tmp_path, max_steps=steps), train_dataset=data)
+    with pytest.raises(CaptureError, match=r"TRL.*AlignmentTrainer or its mixin"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("host", [AlignedFromOutputs, AlignedFromEmbeddings])
+def test_the_mixin_adds_the_term_to_whatever_loss_there_is(host, model, data, tmp_path):
+    expected = update(Trainer, model, data, tmp_path, align=True, batch=16, accumulate=1)
+    plain = update(Trainer, model, data, tmp_path, align=False, batch=16, accumulate=1)
+    for batch, accumulate in ((16, 1), (4, 4)):
+        cut = {"batch": batch, "accumulate": accumulate}
+        soft = update(host.__mro__[2], model, data, tmp_path, align=False, **cut)
+        found = update(host, model, data, tmp_path, align=True, wrap=False, **cut)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name] - soft[name], value - plain[name], rtol=5e-3, atol=5e-6, msg=name)
+
+
+def test_losses_that_cache_gradients_are_refused(bert, batch):
+    """Embeddings without gradients first; then, within the backward of the loss, the model once more with them."""
+    alignment = alignattn.align(bert, "mmd")
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        embedded = bert(**inputs).logits.requires_grad_()
+
+    def again(gradient):
+        with torch.enable_grad():
+            bert(**inputs).logits.backward(gradient)
+
+    embedded.register_hook(again)
+    loss = embedded.square().mean()
+    with pytest.raises(NothingCapturedError, match="cache gradients"):
+        alignment.loss_function(lambda: loss)()
+    with pytest.raises(CaptureError, match="cache"):
+        loss.backward()
+
+
+def test_a_whole_model_in_a_checkpoint_is_no_cache(bert, batch):
+    alignment = alignattn.align(bert, "mmd", add_to_outputs=False)
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    for module in bert.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    logits = torch.utils.checkpoint.checkpoint(lambda: bert(**inputs).logits, use_reentrant=False)
+    (logits.square().mean() + alignment.loss()).backward()
+    assert bert.bert.encoder.layer[0].attention.self.query.weight.grad is not None

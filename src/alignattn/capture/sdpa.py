@@ -7,6 +7,7 @@ name.
 
 import inspect
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,9 @@ def _calls(function: Any, depth: int) -> bool:
         return True
     reached = [function.__globals__.get(name) for name in names]
     reached += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    reached += [getattr(m, name, None) for m in reached if isinstance(m, types.ModuleType) for name in names]
+    with warnings.catch_warnings():  # of names that a library is to drop
+        warnings.simplefilter("ignore")
+        reached += [getattr(m, name, None) for m in reached if isinstance(m, types.ModuleType) for name in names]
     if any(thing is SDPA for thing in reached):
         return True
     helpers = (thing for thing in reached if isinstance(thing, types.FunctionType) and not _of_library(thing))

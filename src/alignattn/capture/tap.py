@@ -45,6 +45,7 @@ class Tap:
         # output, the forward's keyword arguments -> the output instead, or None
         finish: Callable[[Any, dict[str, Any]], Any] | None = None,
         abandon: Callable[[], None] | None = None,  # instead of finish, where the forward pass raised
+        recomputed: Callable[[], None] | None = None,  # the model itself runs within a backward pass
         layers: Layers = None,
         cross: bool = False,
         always: bool = False,
@@ -58,6 +59,7 @@ class Tap:
         self.projections = projections
         self.recording = False
         self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
+        self._recomputed = recomputed
         self._segments: Tensor | None = None
         self._calls: dict[str, int] = {}
         self._depth = 0
@@ -187,13 +189,15 @@ class Tap:
         self._depth += 1
         if self._depth > 1:
             return
-        training = torch.is_grad_enabled() and any(site.module.training for site in self.sites) and not in_backward()
-        if training and self._begin is not None:
+        training = torch.is_grad_enabled() and any(site.module.training for site in self.sites)
+        told = self._recomputed if in_backward() else self._begin
+        if training and told is not None:
             try:
-                self._begin()
+                told()
             except BaseException:
                 self._depth = 0
                 raise
+        training = training and not in_backward()
         self.recording = self.always or training
         self._segments = _packed_segments(kwargs) if self.recording else None
         self._calls.clear()

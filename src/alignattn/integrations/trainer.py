@@ -75,20 +75,42 @@ class AlignmentCallback(TrainerCallback):
 class AlignmentTrainerMixin:
     """`class MyTrainer(AlignmentTrainerMixin, Trainer)`, then `MyTrainer(..., alignment=alignment)`.
 
-    Adds the term to label-smoothed losses and to those of `compute_loss_func`, and brings the callback along.
+    Adds the term to whatever loss the Trainer computes (label-smoothed, by `compute_loss_func`, by a trainer of TRL or
+    sentence-transformers), instead of to the model's own, and brings the callback along.
     """
 
     def __init__(self, *args: Any, alignment: "Alignment", **kwargs: Any) -> None:
+        self.alignment = alignment
+        alignment.leave_outputs_alone()
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        for name in ("label_smoother", "compute_loss_func"):
-            if getattr(trainer, name) is not None:
-                setattr(trainer, name, alignment.loss_function(getattr(trainer, name)))
         if not any(isinstance(callback, AlignmentCallback) for callback in trainer.callback_handler.callbacks):
             callback = AlignmentCallback(alignment)
             trainer.add_callback(callback)
             trainer.callback_handler.callbacks.remove(callback)
             trainer.callback_handler.callbacks.insert(0, callback)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        trainer: Any = self
+        labels = inputs.get("labels") if isinstance(inputs, dict) else None  # before the Trainer takes them out
+        told = super().compute_loss(  # type: ignore[misc]
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        loss, *outputs = told if return_outputs else (told,)
+        # The Trainer divides by the batches of an update, unless the loss is taken to know its share of it.
+        divides = (
+            not trainer.model_accepts_loss_kwargs or num_items_in_batch is None
+        ) and trainer.compute_loss_func is None
+        batches = getattr(trainer, "current_gradient_accumulation_steps", 1)
+        total = None if divides else num_items_in_batch
+        loss = self.alignment.added_to(loss, labels, total, otherwise=1.0 if divides else 1 / batches)
+        return (loss, *outputs) if return_outputs else loss
 
 
 class AlignmentTrainer(AlignmentTrainerMixin, Trainer):

@@ -25,7 +25,7 @@ class MatcherConfig:
     """Options that every method has. Checked when made."""
 
     mask_padding: bool = True  # False counts padded tokens as tokens, as the released code does
-    standardise: bool = False  # q and k on a common scale: minus mean, over deviation of the problem, both detached
+    standardise: bool = False  # q and k on a common scale: minus their mean, over their deviation, in each problem
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -155,19 +155,18 @@ def standardise(
 ) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"]]:
     """Queries and keys of each problem minus their common mean, over their common root-mean-square.
 
-    One number scales all axes of a problem, so its geometry stays. The statistics are detached: they put the
-    networks' inputs on a scale and are nothing to be optimised. Departure from the paper, which feeds q and k as they
-    are.
+    One number scales all axes of a problem, so its geometry stays. Gradients go through mean and scale: with those
+    held constant all methods, step by step, shrink queries and keys together, which brings them no closer on any
+    scale and takes attention its contrast. Departure from the paper, which feeds q and k as they are.
     """
-    with torch.no_grad():
-        weights = []
-        for tokens, mask in ((query, query_mask), (key, key_mask)):
-            ones = tokens.new_ones(tokens.shape[0], tokens.shape[2])
-            weights.append((ones if mask is None else mask.to(tokens.dtype))[:, None, :, None])  # (p, 1, n, 1)
-        pooled, weight = torch.cat([query, key], dim=2), torch.cat(weights, dim=2)
-        peak = pooled.abs().amax((2, 3), keepdim=True).clamp_min(1.0)  # keeps squares finite
-        weight = weight / weight.sum(2, keepdim=True).clamp_min(1.0)
-        mean = (pooled * weight).sum(2, keepdim=True)  # (p, h, 1, d)
-        variance = (((pooled - mean) / peak).square() * weight).sum(2, keepdim=True).mean(-1, keepdim=True)
-        inverse = torch.rsqrt(variance + 1e-6 / peak.square()) / peak  # a problem of one point stays where it is
+    weights = []
+    for tokens, mask in ((query, query_mask), (key, key_mask)):
+        ones = tokens.new_ones(tokens.shape[0], tokens.shape[2])
+        weights.append((ones if mask is None else mask.to(tokens.dtype))[:, None, :, None])  # (p, 1, n, 1)
+    pooled, weight = torch.cat([query, key], dim=2), torch.cat(weights, dim=2)
+    peak = pooled.detach().abs().amax((2, 3), keepdim=True).clamp_min(1.0)  # keeps squares finite
+    weight = weight / weight.sum(2, keepdim=True).clamp_min(1.0)
+    mean = (pooled * weight).sum(2, keepdim=True)  # (p, h, 1, d)
+    variance = (((pooled - mean) / peak).square() * weight).sum(2, keepdim=True).mean(-1, keepdim=True)
+    inverse = torch.rsqrt(variance + 1e-6 / peak.square()) / peak  # a problem of one point stays where it is
     return (query - mean) * inverse, (key - mean) * inverse

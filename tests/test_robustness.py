@@ -392,23 +392,27 @@ def test_queries_are_the_last_of_the_keys_where_a_prefix_comes_first():
     assert torch.equal(records[0].query_mask, mask.bool()[:, 3:])
 
 
-def test_common_scale_is_of_the_valid_tokens_and_held_constant():
+def test_common_scale_is_of_the_valid_tokens_and_its_gradient_neither_shifts_nor_scales():
+    """What is the same for all shifts and scales has a gradient across both: its sum and its product with q, k vanish."""
     from alignattn.matching.matcher import standardise
 
-    query, key = torch.randn(2, 1, 5, 3, requires_grad=True), torch.randn(2, 1, 6, 3) + 2
+    query, key = torch.randn(2, 1, 5, 3, requires_grad=True), (torch.randn(2, 1, 6, 3) + 2).requires_grad_()
     mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])
-    scaled, _ = standardise(query, key, mask, None)
+    scaled, other = standardise(query, key, mask, None)
     pooled = torch.cat([query[0, 0, :3], key[0, 0]]).detach()
     spread = (pooled - pooled.mean(0)).square().mean().sqrt()
     torch.testing.assert_close(scaled[0, 0, :3], (query[0, 0, :3] - pooled.mean(0)) / spread)
-    scaled[0, 0, 0].sum().backward()
-    torch.testing.assert_close(query.grad[0, 0, 0], (1 / spread).expand(3))
-    assert query.grad[0, 0, 1:].abs().sum() == 0
+    ((scaled[0, 0, :3] ** 3).sum() + (other[0] * torch.randn(6, 3)).sum()).backward()
+    gradient = torch.cat([query.grad[0, 0, :3], key.grad[0, 0]])
+    assert gradient.abs().max() > 0.1
+    torch.testing.assert_close(gradient.sum(0), torch.zeros(3), atol=1e-4, rtol=0)
+    torch.testing.assert_close((gradient * (pooled - pooled.mean(0))).sum(), torch.tensor(0.0), atol=1e-4, rtol=0)
+    assert query.grad[0, 0, 3:].abs().sum() == 0
 
 
 def test_presets_are_what_the_documentation_says():
-    from alignattn.config import PRESETS
+    from alignattn.config import METHODS, PRESETS
 
-    weights = {preset: parts["all"]["weight"] for preset, parts in PRESETS.items()}
-    assert weights == {"paper": 0.01, "released": 0.01, "stable": 0.1}
+    assert [PRESETS[preset]["all"]["weight"] for preset in ("paper", "released")] == [0.01, 0.01]
+    assert {method: PRESETS["stable"][method]["weight"] for method in METHODS} == STABLE_WEIGHTS
     assert [PRESETS[p]["all"]["reduction"] for p in ("paper", "released", "stable")] == ["sum", "mean", "mean"]

@@ -28,7 +28,7 @@ from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataErro
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Watcher, Weight, hand_to_projections, is_nothing
+from alignattn.objective import Objective, Watcher, Weight, hand_to_projections
 from alignattn.passes import Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
@@ -255,7 +255,7 @@ class Alignment:
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
         weight = self._weight()
         watchers: list[Watcher] = [self._finite]
-        if self._recentring is not None and not is_nothing(weight):
+        if self._recentring is not None and self.config.weight != 0:  # with a weight of zero nothing at all is touched
             for record in (record for records in forwards for record in records):
                 self._recentring.look(record)
             watchers.append(self._recentring)

@@ -49,7 +49,7 @@ def adapted(projection: nn.Module, hidden: Tensor, dropped: Tensor) -> Tensor:
 def test_gradient_reaches_the_adapters_of_query_and_key_with_the_dropout_they_had(dropout):
     model = lora(["query", "key", "value"], dropout)
     dropped = dropped_inputs(model)
-    alignment = alignattn.align(model, "mmd", 0.3, generator="projections")
+    alignment = alignattn.align(model, "mmd", 0.3, preset="paper", reduction="mean", generator="projections")
     with observed(model, NAMES) as seen:
         model(**padded_batch("right"))
     term = alignment.loss()

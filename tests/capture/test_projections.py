@@ -135,7 +135,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 @every_case
 def test_term_and_gradient_are_those_of_q_and_k_from_the_detached_input(case):
     model = case.build().train()
-    alignment = alignattn.align(model, "mmd", WEIGHT, generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
     with observed(model, list(case.attentions)) as seen:
         model(**case.batch)
     term = alignment.loss()
@@ -157,7 +157,7 @@ def test_gradient_adds_to_that_of_the_task(case):
 
     def gradients(*, task: bool, align: bool) -> dict[str, Tensor]:
         model.zero_grad()
-        alignment = alignattn.align(model, "mmd", WEIGHT, generator="projections") if align else None
+        alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections") if align else None
         output = model(**case.batch)
         loss = (output if isinstance(output, Tensor) else output[0]).square().mean() * task
         (loss if alignment is None else loss + alignment.loss()).backward()
@@ -176,7 +176,7 @@ def test_gradient_adds_to_that_of_the_task(case):
 def test_gradient_checkpointing_changes_no_gradient(name):
     case = CASES[name]
     model = case.build().train()
-    alignment = alignattn.align(model, "mmd", WEIGHT, generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
     found = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -214,7 +214,7 @@ def test_layer_that_runs_three_times_gets_the_gradient_of_each_call_and_nothing_
     model.encoder.layer = nn.ModuleList([model.encoder.layer[0]] * 3)
     attention, inputs = model.encoder.layer[0].attention.self, []
     attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
-    alignment = alignattn.align(model, "mmd", WEIGHT, generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
     model(**padded_batch(None))
     alignment.loss().backward()
     alignment.detach()

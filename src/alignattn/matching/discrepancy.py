@@ -35,6 +35,7 @@ class DiscrepancyConfig(MatcherConfig):
 
     bandwidth: Bandwidth = "median"  # or "mean", or a number: the paper's kernel has 1.0
     unbiased: bool = True  # the biased form cannot reach zero: it has a floor of 1/n + 1/m
+    without_own: bool = False  # leave out a token's query against its own key, where there are as many of both
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,15 +59,23 @@ def mmd(
     *,
     bandwidth: Bandwidth = "median",
     unbiased: bool = True,
+    without_own: bool = False,
     query_mask: Bool[Tensor, "b n"] | None = None,
     key_mask: Bool[Tensor, "b m"] | None = None,
 ) -> Float[Tensor, "b h"]:
-    """Squared MMD of queries [b, h, n, d] and keys [b, h, m, d], each problem for itself."""
+    """Squared MMD of queries [b, h, n, d] and keys [b, h, m, d], each problem for itself.
+
+    `without_own` leaves the pairs (q_i, k_i) out, if n = m. In self-attention these are of one token, and no two
+    independent samples: counted, they reward a query that meets its own key, most so in short sentences, and the value
+    falls below zero. Without them it is unbiased all the same (Gretton et al. 2012, the one-sample U-statistic).
+    """
     check_bandwidth(bandwidth)
     named = isinstance(bandwidth, str)
     settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
     key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
-    losses: Tensor = _Discrepancy.apply(query, key, query_mask, key_mask, *settings, unbiased)
+    losses: Tensor = _Discrepancy.apply(
+        query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2]
+    )
     return losses
 
 
@@ -83,9 +92,11 @@ class _Discrepancy(torch.autograd.Function):
         typical: str,
         bandwidth: float,
         unbiased: bool,
+        without_own: bool,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        losses, *gradients = _evaluate(query, key, query_mask, key_mask, typical, bandwidth, unbiased, wanted)
+        settings = (typical, bandwidth, unbiased, without_own)
+        losses, *gradients = _evaluate(query, key, query_mask, key_mask, *settings, wanted)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = query.dtype, key.dtype
         return losses
@@ -98,7 +109,7 @@ class _Discrepancy(torch.autograd.Function):
             (gradient * outer[0][..., None, None]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return of_query, of_key, None, None, None, None, None
+        return of_query, of_key, None, None, None, None, None, None
 
 
 def _like_evaluate(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +126,7 @@ def _evaluate(
     typical: str,
     bandwidth: float,
     unbiased: bool,
+    without_own: bool,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
@@ -141,6 +153,7 @@ def _evaluate(
         counted &= alive.repeat_interleave(heads)
     losses = torch.zeros_like(inverse)
     x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
+    own = (v * w).sum(-1) if without_own else torch.zeros_like(n)  # pairs of a query and its own key
     for first, second, one, other, factor, gradients in (
         (x, x, v, v, 1.0, (x_gradient, None)),
         (y, y, w, w, 1.0, (y_gradient, None)),
@@ -148,10 +161,20 @@ def _evaluate(
     ):
         same = first is second
         count = one.sum(-1)
-        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1)).clamp_min(1)
+        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1) - (0 if same else own)).clamp_min(1)
         share = (factor / pairs).masked_fill(~counted, 0.0)
         total = _kernel_sum(first, second, one, other, inverse, share, gradients if with_gradient else (None, None))
-        losses += (total - count if same and unbiased else total) * share  # k(x, x) = 1 on the diagonal
+        if same and unbiased:
+            total = total - count  # k(x, x) = 1 on the diagonal
+        elif without_own and not same:
+            apart = x - y
+            kernel = torch.exp(-inverse[:, None] * apart.square().sum(-1)) * v * w  # (p, n)
+            total = total - kernel.sum(-1)
+            if with_gradient:
+                pull = (2 * inverse * share)[:, None, None] * kernel[..., None] * apart
+                x_gradient += pull
+                y_gradient -= pull
+        losses += total * share
     x_gradient, y_gradient = (
         (g / peak[:, None, None]).unflatten(0, (samples, heads)) for g in (x_gradient, y_gradient)
     )
@@ -263,6 +286,7 @@ class DiscrepancyMatcher(Matcher):
             key.flatten(0, 1),
             bandwidth=self.config.bandwidth,
             unbiased=self.config.unbiased,
+            without_own=self.config.without_own,
             query_mask=query_mask,
             key_mask=key_mask,
         )

@@ -41,10 +41,9 @@ def test_step_is_taken_with_the_models_own_and_not_before(bert, batch, method, g
 
 
 def test_adam_of_ones_own_takes_the_same_steps(encoder):
-    ours = alignattn.align(encoder, "gan")
+    ours = alignattn.align(encoder, "gan", weight=1.0, adversary_rate=1e-3)
     other_model = copy.deepcopy(encoder)
-    theirs = alignattn.align(other_model, "gan", adversary_optimizer=None, weight=1.0)
-    ours.config.__dict__["weight"] = 1.0
+    theirs = alignattn.align(other_model, "gan", weight=1.0, adversary_optimizer=None)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-3, betas=(0.5, 0.99))
     plain = torch.optim.SGD([*encoder.parameters(), *other_model.parameters()], lr=0.01)
     for step in range(4):

@@ -10,6 +10,7 @@ from tiny_digits import ARGUMENTS, PLACE, files, finish, key, metrics, tiny, tin
 from torch import nn
 
 from alignattn import cli
+from alignattn.config import PRESETS
 from alignattn.errors import NonFiniteError
 from alignattn.experiments import provenance, runner, training
 from alignattn.experiments.runner import carry_out, estimate, one_after_another
@@ -33,7 +34,8 @@ def executed(monkeypatch):
     return ran
 
 
-ALL = [("soft", None, 0), ("mmd", 0.1, 0), ("soft", None, 1), ("mmd", 0.1, 1)]
+MMD = PRESETS["stable"]["mmd"]["weight"]
+ALL = [("soft", None, 0), ("mmd", MMD, 0), ("soft", None, 1), ("mmd", MMD, 1)]
 
 
 def test_each_result_is_written_at_once_and_nothing_is_run_twice(tmp_path, executed):
@@ -61,7 +63,7 @@ def test_each_result_is_written_at_once_and_nothing_is_run_twice(tmp_path, execu
     assert metrics(second.finished) == metrics(first.finished)
     # Another seed: the four are kept.
     third = finish(tiny_sweep(tmp_path, {"seeds": [1, 7, 0]}))
-    assert executed[4:] == [("soft", None, 7), ("mmd", 0.1, 7)]
+    assert executed[4:] == [("soft", None, 7), ("mmd", MMD, 7)]
     assert (third.before, len(third.finished)) == (4, 6)
 
 
@@ -101,10 +103,10 @@ def test_a_broken_file_is_run_again_and_replaced(text, tmp_path, executed):
     broken = plan.file(plan.recipe.runs()[1])
     broken.write_text(text)
     outcome = finish(plan)
-    assert executed[2:] == [("mmd", 0.1, 0)]
+    assert executed[2:] == [("mmd", MMD, 0)]
     assert outcome.before == 1
     assert metrics(outcome.finished) == before
-    assert read(broken).metrics == before["mmd", 0.1, 0]
+    assert read(broken).metrics == before["mmd", MMD, 0]
     assert len(list(tmp_path.rglob("*"))) == 3  # the folder and two files
 
 
@@ -137,7 +139,7 @@ def test_whatever_decides_the_outcome_is_in_the_files_name(tmp_path):
     soft, mmd = plan.recipe.runs()[:2]
     assert soft.file(plan.inputs).parent.name == "digits"
     assert soft.file(plan.inputs).name.startswith("soft-seed0-")
-    assert mmd.file(plan.inputs).name.startswith("mmd-0.1-seed0-")
+    assert mmd.file(plan.inputs).name.startswith(f"mmd-{MMD:g}-seed0-")
 
     def names(*overrides, inputs=plan.inputs):
         return {path.name for path in (run.file(inputs) for run in tiny(*overrides).runs()[:2])}
@@ -148,7 +150,7 @@ def test_whatever_decides_the_outcome_is_in_the_files_name(tmp_path):
         {"report": ["ece"]},
         {"seeds": [0, 9]},
         {"align": {"methods": ["soft", "mmd", "ot"]}},
-        {"align": {"weights": [0.1]}},  # the preset's own, named
+        {"align": {"weights": [MMD]}},  # the preset's own, named
         {"align": {"ot": {"epsilon": 0.3}}},  # of a method that is not run
         {"paper": {"table": "table3", "column": "SST-2"}},
     ):
@@ -247,7 +249,7 @@ def test_an_error_is_told_without_the_folders_of_this_machine(tmp_path, monkeypa
     assert "test_runner.py:" in where and " failing < training.py:" in where
     assert str(tmp_path) not in path.read_text()
     assert "3 runs finished." in shown.out
-    assert f"FAILED mmd 0.1, seed 0: {error}" in shown.err and "1 runs failed" in shown.err
+    assert f"FAILED mmd {MMD:g}, seed 0: {error}" in shown.err and "1 runs failed" in shown.err
     monkeypatch.undo()
     assert cli.main([*ARGUMENTS, "--out", str(tmp_path / "out")]) == 0
     assert "1 run finished, 3 were there already." in capsys.readouterr().out

@@ -3,11 +3,14 @@
 python tools/result_tables.py
 """
 
+import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from alignattn.config import METHODS
+from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import LEGEND, MARKS, differences, notes, piped, summary
@@ -54,14 +57,23 @@ def page(comparisons: list[Comparison], results: list[Result]) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def at_defaults(results: list[Result]) -> list[Result]:
+    """Soft attention, and what was run with the settings that `align(model, method)` has today."""
+    today = {method: json.loads(json.dumps(asdict(resolve(method, None, "stable", {})))) for method in METHODS}
+    return [
+        r for r in results if r.method == SOFT or json.loads(json.dumps(dict(r.alignment or {}))) == today[r.method]
+    ]
+
+
 def block(comparisons: list[Comparison]) -> str:
     """The table of the README: each recipe's first metric, and how far apart keys and queries are."""
+    comparisons = [c for c in comparisons if any(row.method != SOFT for row in c.rows)]
     rows = [["recipe", "seeds", "", *KINDS]]
     for comparison in comparisons:
         seeds = {row.method: len(row.seeds) for row in comparison.rows}
         for name in (comparison.metrics[0], "mmd"):
             cells = {row.method: row.cells.get(name) for row in comparison.rows}
-            label = f"`{comparison.name}`" if name != "mmd" else ""
+            label = f"`{comparison.name.partition(' ')[0]}`" if name != "mmd" else ""
             count = str(max(seeds.values())) if name != "mmd" else ""
             values = [_short(cells.get(method), metric(name).digits if name != "mmd" else 1) for method in KINDS]
             rows.append([label, count, metric(name).label, *values])
@@ -90,7 +102,8 @@ def written() -> dict[Path, str]:
     """Every generated page with its text."""
     results = read_all([RESULTS])
     comparisons = compare(results)
-    readme, found = BLOCK.subn(lambda match: match[1] + block(comparisons) + match[2], README.read_text())
+    table = block(compare(at_defaults(results)))
+    readme, found = BLOCK.subn(lambda match: match[1] + table + match[2], README.read_text())
     if not found:
         raise SystemExit(f"{README.name} has no place for the table: {BLOCK.pattern}")
     return {PAGE: page(comparisons, results), README: readme}

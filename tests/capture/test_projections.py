@@ -20,6 +20,7 @@ import alignattn
 from alignattn.errors import CaptureError, UnsupportedModelError
 from alignattn.functional import mmd
 
+PLAIN = {"preset": "paper", "reduction": "mean", "generator": "projections"}  # the method as it is written
 WEIGHT = 0.3
 IDS = torch.arange(12).view(2, 6)
 TOKENS = torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0))
@@ -135,7 +136,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 @every_case
 def test_term_and_gradient_are_those_of_q_and_k_from_the_detached_input(case):
     model = case.build().train()
-    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, **PLAIN)
     with observed(model, list(case.attentions)) as seen:
         model(**case.batch)
     term = alignment.loss()
@@ -157,7 +158,7 @@ def test_gradient_adds_to_that_of_the_task(case):
 
     def gradients(*, task: bool, align: bool) -> dict[str, Tensor]:
         model.zero_grad()
-        alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections") if align else None
+        alignment = alignattn.align(model, "mmd", WEIGHT, **PLAIN) if align else None
         output = model(**case.batch)
         loss = (output if isinstance(output, Tensor) else output[0]).square().mean() * task
         (loss if alignment is None else loss + alignment.loss()).backward()
@@ -176,7 +177,7 @@ def test_gradient_adds_to_that_of_the_task(case):
 def test_gradient_checkpointing_changes_no_gradient(name):
     case = CASES[name]
     model = case.build().train()
-    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, **PLAIN)
     found = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -214,7 +215,7 @@ def test_layer_that_runs_three_times_gets_the_gradient_of_each_call_and_nothing_
     model.encoder.layer = nn.ModuleList([model.encoder.layer[0]] * 3)
     attention, inputs = model.encoder.layer[0].attention.self, []
     attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
-    alignment = alignattn.align(model, "mmd", WEIGHT, preset="paper", reduction="mean", generator="projections")
+    alignment = alignattn.align(model, "mmd", WEIGHT, **PLAIN)
     model(**padded_batch(None))
     alignment.loss().backward()
     alignment.detach()

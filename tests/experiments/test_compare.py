@@ -326,7 +326,7 @@ def test_nothing_to_compare_is_said():
         ),
         (
             [{}, {"method": "ot"}, {"method": "ot", "options": {"epsilon": 0.2}}],  # one method's options
-            ["ot 0.1 epsilon=0.05", "ot 0.1 epsilon=0.2", "mmd 0.1"],
+            ["ot 0.1 epsilon=0.2", "ot 0.1 epsilon=1.0", "mmd 0.1"],
         ),
         (
             # What a preset sets is said by its name.

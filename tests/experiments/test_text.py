@@ -21,7 +21,7 @@ def recipe(folder, name="sst2", **data):
                 "seeds": 1,
                 "report": ["mmd"],
                 "model": {"name": str(folder)},
-                "data": data,
+                "data": {"evaluate": ["dev"], **data} if name == "sst2" else data,
                 "train": {"steps": 3, "batch": 4, "precision": "fp32"},
                 "align": {"methods": ["soft", "mmd"]},
             }

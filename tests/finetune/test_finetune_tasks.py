@@ -18,7 +18,10 @@ from transformers import (
 )
 
 from alignattn import cli, results
+from alignattn.config import PRESETS
 from alignattn.finetune import run
+
+MMD = PRESETS["stable"]["mmd"]["weight"]
 
 TASKS = ["classification", "pairs", "multilabel", "regression", "tokens"]
 
@@ -134,7 +137,7 @@ def test_a_task_ends_in_a_plain_checkpoint_whose_logits_give_the_metrics(
     result = results.read(tmp_path / "out" / "result.json")
     for name, value in expected(task, logits, rows, names).items():
         assert result.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
-    assert (result.name, result.method, result.weight, result.seed) == ("finetune", "mmd", 0.1, 0)
+    assert (result.name, result.method, result.weight, result.seed) == ("finetune", "mmd", MMD, 0)
     assert result.recipe["train"]["steps"] == 2 and result.command.startswith("alignattn finetune --model tiny-bert")
     assert str(tmp_path) not in (tmp_path / "out" / "result.json").read_text()
     assert "alignattn" not in (tmp_path / "out" / "model" / "config.json").read_text()
@@ -206,7 +209,7 @@ def test_epochs_precision_and_comparison(files, encoder, tmp_path, capsys):
     assert "Cut off at 6 tokens: 2 rows in training, 1 in evaluation." in capsys.readouterr().out
     assert cli.main(["compare", str(tmp_path / "none" / "result.json"), str(tmp_path / "mmd" / "result.json")]) == 0
     told = capsys.readouterr().out
-    assert "mmd 0.1" in told and "soft" in told and "ECE %" in told
+    assert f"mmd {MMD:g}" in told and "soft" in told and "ECE %" in told
 
 
 def test_labels_and_rows_reach_the_settings_file(files, finetune, tmp_path):

@@ -223,3 +223,53 @@ def test_shapes_that_do_not_fit_are_refused(key_shape):
 def test_masks_that_do_not_fit_are_refused(mask):
     with pytest.raises(ShapeError):
         mmd(torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4, 5), key_mask=mask)
+
+
+# Without a token's query against its own key
+
+
+def without_own_by_loops(query, key, query_mask, key_mask, width):
+    """The mean over pairs of different tokens, in each of the three terms."""
+    values = torch.zeros(query.shape[:2], dtype=query.dtype)
+
+    def kernel(x, y):
+        return torch.exp(-(x - y).square().sum() / (2 * width**2))
+
+    def mean(x, y, first, second):
+        pairs = [(i, j) for i in first for j in second if i != j]
+        return sum(kernel(x[i], y[j]) for i, j in pairs) / len(pairs)
+
+    for b in range(query.shape[0]):
+        queries, keys = ([i for i, valid in enumerate(mask[b]) if valid] for mask in (query_mask, key_mask))
+        for h in range(query.shape[1]):
+            q, k = query[b, h], key[b, h]
+            values[b, h] = mean(q, q, queries, queries) + mean(k, k, keys, keys) - 2 * mean(q, k, queries, keys)
+    return values
+
+
+@pytest.mark.parametrize("alike", [True, False])  # masks of queries and keys
+def test_without_own_is_the_mean_over_different_tokens_in_value_and_gradient(alike):
+    query, key = (t.requires_grad_() for t in random_problem(n=6, m=6))
+    query_mask = right_padding([6, 4, 5], 6)
+    key_mask = query_mask.clone()
+    if not alike:
+        key_mask[:, 0] = False
+    value = mmd(query, key, bandwidth=1.3, without_own=True, query_mask=query_mask, key_mask=key_mask)
+    expected = without_own_by_loops(query, key, query_mask, key_mask, 1.3)
+    torch.testing.assert_close(value, expected)
+    outer = torch.randn_like(value)
+    torch.testing.assert_close(
+        torch.autograd.grad((value * outer).sum(), (query, key)),
+        torch.autograd.grad((expected * outer).sum(), (query, key)),
+    )
+
+
+def test_queries_that_are_their_own_keys_are_rewarded_unless_those_are_left_out():
+    query, _ = random_problem(n=8, m=8)
+    assert (mmd(query, query.clone()) < -0.05).all()
+    torch.testing.assert_close(mmd(query, query.clone(), without_own=True), torch.zeros(query.shape[:2]).to(query))
+
+
+def test_where_queries_and_keys_are_not_equally_many_none_are_left_out():
+    query, key = random_problem(n=5, m=7)
+    assert torch.equal(mmd(query, key, without_own=True), mmd(query, key))

@@ -161,7 +161,9 @@ def _evaluate(
     ):
         same = first is second
         count = one.sum(-1)
-        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1) - (0 if same else own)).clamp_min(1)
+        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1) - (0 if same else own)).clamp_min(
+            1
+        )
         share = (factor / pairs).masked_fill(~counted, 0.0)
         total = _kernel_sum(first, second, one, other, inverse, share, gradients if with_gradient else (None, None))
         if same and unbiased:

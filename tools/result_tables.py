@@ -8,7 +8,6 @@ import math
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric

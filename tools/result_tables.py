@@ -6,8 +6,10 @@ python tools/result_tables.py
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
@@ -38,6 +40,11 @@ differences, not the levels.
 MiniLM is [all-MiniLM-L6-v2](https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2): six layers, 22.7 million
 parameters, pretrained, then trained further on sentence pairs, which may have included NLI and Quora pairs. Its
 weights were carried in half precision, and trained in float32 with bf16 autocast.
+
+Two things to know. Labels name the options in which the runs of a table differ; runs with `recentre=True` are of
+`stable` as it is since November 2026, the others of its first settings. And `c1-mrpc`, `g1-mrpc`, `o1-mrpc` and
+`x-mrpc` are probes from before gradients went through the common scale (`standardise`): two or three seeds each,
+kept for what they say about the departures in [method.md](method.md).
 """
 
 
@@ -58,15 +65,17 @@ def page(comparisons: list[Comparison], results: list[Result]) -> str:
 
 def at_defaults(results: list[Result]) -> list[Result]:
     """Soft attention, and what was run with the settings that `align(model, method)` has today."""
-    today = {method: json.loads(json.dumps(asdict(resolve(method, None, "stable", {})))) for method in METHODS}
-    return [
-        r for r in results if r.method == SOFT or json.loads(json.dumps(dict(r.alignment or {}))) == today[r.method]
-    ]
+    today = {method: _as_stored(asdict(resolve(method, None, "stable", {}))) for method in METHODS}
+    return [r for r in results if r.method == SOFT or _as_stored(r.alignment) == today[r.method]]
+
+
+def _as_stored(options: Mapping[str, Any] | None) -> Any:
+    return json.loads(json.dumps(options))
 
 
 def block(comparisons: list[Comparison]) -> str:
     """The table of the README: each recipe's first metric, and how far apart keys and queries are."""
-    comparisons = [c for c in comparisons if any(row.method != SOFT for row in c.rows)]
+    comparisons = [c for c in comparisons if {row.method for row in c.rows} > {SOFT}]  # something beside soft attention
     rows = [["recipe", "seeds", "", *KINDS]]
     for comparison in comparisons:
         seeds = {row.method: len(row.seeds) for row in comparison.rows}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignattn import functional
     from alignattn.alignment import Alignment, align
-    from alignattn.config import AlignmentConfig, Ramp
+    from alignattn.config import AlignmentConfig, Auto, Ramp
     from alignattn.errors import AlignmentError, AlignmentWarning
     from alignattn.matching.matcher import Matcher
 
@@ -19,6 +19,7 @@ __all__ = [
     "AlignmentConfig",
     "AlignmentError",
     "AlignmentWarning",
+    "Auto",
     "Matcher",
     "Ramp",
     "__version__",
@@ -31,6 +32,7 @@ _HOMES = {
     "AlignmentConfig": "config",
     "AlignmentError": "errors",
     "AlignmentWarning": "errors",
+    "Auto": "config",
     "Matcher": "matching.matcher",
     "Ramp": "config",
     "align": "alignment",

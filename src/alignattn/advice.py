@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignattn.capture import Tap
 from alignattn.capture.projection import frozen
-from alignattn.config import AlignmentConfig
+from alignattn.config import AlignmentConfig, Auto
 from alignattn.errors import AlignmentWarning, CaptureError
 from alignattn.matching.matcher import Matcher
 
@@ -18,7 +18,9 @@ OPTIMIZED_AFTER = 8  # steps
 
 def summary(config: AlignmentConfig, tap: Tap | None) -> str:
     """Which layers and how many heads are attached, and how they are matched."""
-    weight = "scheduled" if callable(config.weight) else f"{config.weight:g}"
+    weight = f"{config.weight:g}" if isinstance(config.weight, float | int) else "scheduled"
+    if isinstance(config.weight, Auto):
+        weight = f"auto (share {config.weight.share:g})"
     how = f"{config.method}, preset {config.preset}, weight {weight} ({config.reduction} over heads and layers)"
     lines = [f"alignattn: {how}, gradient into the {config.generator}"]
     if tap is None:

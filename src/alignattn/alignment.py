@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from alignattn import checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
+from alignattn.balance import COMPILED, Balance
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.tap import Layers, find_sites
-from alignattn.config import DEFAULT_METHOD, METHODS, Schedule, resolve
+from alignattn.config import DEFAULT_METHOD, METHODS, Auto, Schedule, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
@@ -47,7 +48,7 @@ class Alignment:
     def __init__(
         self,
         method: str | Matcher = DEFAULT_METHOD,
-        weight: float | Schedule | None = None,
+        weight: float | Schedule | Auto | str | None = None,
         preset: str = "stable",
         **options: Any,
     ) -> None:
@@ -75,6 +76,13 @@ class Alignment:
         self._adds_to_outputs = self._added_to_outputs = False
         self._advice = Advice()
         self._updates = Updates(self.advance)
+        auto = self.config.weight
+        if isinstance(auto, Auto) and not own:
+            raise ConfigError(
+                "weight='auto' needs adversary_optimizer='adam'. With an optimizer of yours give a number."
+            )
+        self._balance = Balance(auto.share if isinstance(auto, Auto) else None)
+        self._looked = False  # at gradients, in the update under way
         self.meter = Meter()  # what logs show
 
     # --- a model ----------------------------------------------------------------------------------------------------
@@ -91,6 +99,11 @@ class Alignment:
             )
         config = self.config
         self._updates = Updates(self.advance, model)
+        if isinstance(config.weight, Auto) and any(isinstance(m, nn.MultiheadAttention) for m in model.modules()):
+            raise ConfigError(
+                "weight='auto' compares gradients at queries and keys, and nn.MultiheadAttention keeps its own to "
+                "itself. Give a number."
+            )
         self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
@@ -260,7 +273,9 @@ class Alignment:
                 self._recentring.look(record)
             watchers.append(self._recentring)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
-        term, self.parts = objective(self.objective, forwards, weight, watchers)
+        balance = self._balance if self._balance.due(self._closed) else None
+        self._looked = balance is not None
+        term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
         self._measure(weight)
         self._open = True
         if self.adversary is not None:
@@ -288,8 +303,17 @@ class Alignment:
             self.adversary.step()
         if self._recentring is not None and recentre:
             self._recentring.close(first=self._closed == 0)
+        self._settle_balance()
         self._set_clock(self.steps)
         self._open = False
+
+    def _settle_balance(self) -> None:
+        """Tell the logs which share of the gradient alignment had, and let the weight follow."""
+        device = next((part.device for part in self.parts.values()), None)
+        share = self._balance.settle(self._weight(), looked=self._looked, device=device)
+        self._looked = False
+        if share is not None:
+            self.meter.add(("alignment_share",), share)
 
     def _set_clock(self, updates: int) -> None:
         self._closed = updates
@@ -298,6 +322,10 @@ class Alignment:
 
     def _weight(self) -> Weight:
         """Of the update under way."""
+        if self._balance.target is not None:
+            if torch.compiler.is_compiling():
+                raise ConfigError(COMPILED)
+            return self._balance.weight
         if torch.compiler.is_compiling() and callable(self.config.weight):
             return self._traced_weight
         return self.config.weight_at(self._closed)
@@ -375,7 +403,8 @@ class Alignment:
         not wait for the others. Then its gradients are saved; to have the step in the state, call `advance()` in every
         process before.
         """
-        return state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
+        state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
+        return state_now | ({} if self._balance.target is None else {"weight": float(self._balance.weight)})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
@@ -383,6 +412,8 @@ class Alignment:
         method = self.config.method
         self._set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         self._open = False
+        if self._balance.target is not None and "weight" in saved:
+            self._balance.weight = torch.tensor(float(saved["weight"]))
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""
@@ -423,7 +454,7 @@ class Alignment:
 def align(
     model: nn.Module,
     method: str | Matcher = DEFAULT_METHOD,
-    weight: float | Schedule | None = None,
+    weight: float | Schedule | Auto | str | None = None,
     preset: str = "stable",
     *,
     layers: Layers = None,
@@ -431,8 +462,9 @@ def align(
 ) -> Alignment:
     """Let `model` train with aligned queries and keys, in place; returns the Alignment.
 
-    `method` is "gan", "ot", "ct" or "mmd", or a Matcher; `weight` a number or a function of the step; `preset`
-    "stable", "paper" or "released". `layers` chooses attention modules by index, name or pattern. Other options are
+    `method` is "gan", "ot", "ct" or "mmd", or a Matcher; `weight` a number, a function of the step, or "auto", which
+    keeps alignment's gradient at a tenth of the task's (`Auto(share)`: at another share); `preset` "stable", "paper" or
+    "released". `layers` chooses attention modules by index, name or pattern. Other options are
     those of AlignmentConfig and of the method's config, e.g. generator="projections", reduction="sum", epsilon=0.05.
 
     A transformers model then carries the term in `outputs.loss` in training mode. For any other:

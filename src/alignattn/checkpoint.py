@@ -16,7 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from alignattn.config import METHODS, AlignmentConfig, Ramp
+from alignattn.config import METHODS, AlignmentConfig, Auto, Ramp
 from alignattn.errors import ConfigError, DataError
 from alignattn.files import write_whole
 from alignattn.state import FORMAT as STATE_FORMAT
@@ -40,6 +40,7 @@ def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mappi
         "config": _as_plain(config),
         "layers": layers,
         "steps": state["steps"],
+        **({"weight": state["weight"]} if "weight" in state else {}),
         "rows": state["rows"],
         "tensors": hashlib.sha256(packed).hexdigest(),
     }
@@ -96,6 +97,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
         "rows": [(str(name), int(width), int(bank), int(row)) for name, width, bank, row in settings["rows"]],
         "networks": networks,
         "adversary": adversary if optimizer or gradients else {},
+        **({"weight": float(settings["weight"])} if "weight" in settings else {}),
     }
 
 
@@ -105,7 +107,7 @@ def _as_plain(config: AlignmentConfig) -> dict[str, Any]:
             f"{config.method} is a matcher of your own, which files cannot hold. Keep alignment.state_dict() yourself."
         )
     weight: Any = config.weight
-    if isinstance(weight, Ramp):
+    if isinstance(weight, Ramp | Auto):
         weight = asdict(weight)
     elif callable(weight):
         raise ConfigError(
@@ -120,7 +122,7 @@ def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(config)
     weight = values.pop("weight")
     if isinstance(weight, dict):
-        weight = Ramp(**weight)
+        weight = Auto(**weight) if "share" in weight else Ramp(**weight)
     matcher = values.pop("matcher")
     if "adversary_betas" in values:
         values["adversary_betas"] = tuple(values["adversary_betas"])

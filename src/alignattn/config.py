@@ -69,13 +69,24 @@ class Ramp:
         return self.weight * min(1.0, step / self.steps)
 
 
+@dataclass(frozen=True)
+class Auto:
+    """A weight that keeps alignment's gradient at queries and keys at a share of the task's: `weight="auto"`."""
+
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < math.inf:
+            raise ConfigError(f"Auto's share must be a number > 0, got {self.share!r}. The default is 0.1.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlignmentConfig:
     """Everything about an alignment. `matcher` holds the options of the method."""
 
     method: str
     preset: str
-    weight: float | Schedule  # of the alignment loss beside the task's, under `reduction`
+    weight: float | Schedule | Auto  # of the alignment loss beside the task's, under `reduction`
     matcher: MatcherConfig
     reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
@@ -97,7 +108,7 @@ class AlignmentConfig:
         for name, allowed in self.choices.items():
             if getattr(self, name) not in allowed:
                 raise unknown(name, getattr(self, name), map(str, allowed))
-        if not callable(self.weight):
+        if not callable(self.weight) and not isinstance(self.weight, Auto):
             check_weight(self.weight)
         for name in ("recentre", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
@@ -108,7 +119,9 @@ class AlignmentConfig:
             raise ConfigError(f"adversary_betas must be two numbers in [0, 1), got {self.adversary_betas}.")
 
     def weight_at(self, step: int) -> float:
-        """The weight in the step-th update of the model."""
+        """The weight in the step-th update of the model; zero where it is chosen while training."""
+        if isinstance(self.weight, Auto):
+            return 0.0
         weight = self.weight(step) if callable(self.weight) else self.weight
         return check_weight(weight)
 
@@ -116,12 +129,12 @@ class AlignmentConfig:
 def check_weight(weight: Any) -> float:
     """A weight is a number, zero or more."""
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise ConfigError(f"weight must be a finite number >= 0 or a function of the step, got {weight!r}.")
+        raise ConfigError(f"weight must be a finite number >= 0, a function of the step or 'auto', got {weight!r}.")
     return float(weight)
 
 
 def resolve(
-    method: str | Matcher, weight: float | Schedule | None, preset: str, options: Mapping[str, Any]
+    method: str | Matcher, weight: float | Schedule | Auto | str | None, preset: str, options: Mapping[str, Any]
 ) -> AlignmentConfig:
     """The whole configuration: defaults, then what the preset sets, then what the caller sets."""
     if preset not in PRESETS:
@@ -138,7 +151,7 @@ def resolve(
             raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))
     values = dict(PRESETS[preset]["all"]) | dict(PRESETS[preset].get(name, {})) | dict(options)
     if weight is not None:
-        values["weight"] = weight
+        values["weight"] = Auto() if weight == "auto" else weight
     if isinstance(method, Matcher):
         matcher = method.config
         values.setdefault("weight", 1.0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alignattn.balance import Balance
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
@@ -47,15 +48,22 @@ class Objective:
         self.config = config
         self.weighs_networks = weighs_networks
 
-    def __call__(self, forwards: Forwards, weight: Weight, watchers: Watchers) -> tuple[Tensor, Parts]:
+    def __call__(
+        self, forwards: Forwards, weight: Weight, watchers: Watchers, balance: Balance | None = None
+    ) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
         if is_nothing(weight):  # the model's own gradients are then untouched to the last bit
             forwards = [[_moved(r, r.query.detach(), r.key.detach()) for r in records] for records in forwards]
-        elif not self.weighs_networks:
-            forwards = [
-                [_moved(r, _scale_gradient(r.query, weight), _scale_gradient(r.key, weight)) for r in records]
-                for records in forwards
-            ]
+        elif not self.weighs_networks or balance is not None:
+            before, behind = (weight, 1.0) if self.weighs_networks else (1.0, weight)
+
+            def weighed(tokens: Tensor) -> Tensor:
+                aligned = _scale_gradient(tokens, behind)
+                if balance is not None:
+                    balance.watch(tokens, aligned, before=before, behind=behind)
+                return aligned
+
+            forwards = [[_moved(r, weighed(r.query), weighed(r.key)) for r in records] for records in forwards]
         total, parts = self.total(forwards, watchers)
         if self.weighs_networks:
             return weight * total, parts
@@ -109,7 +117,11 @@ class Objective:
 
 
 def hand_to_projections(
-    objective: Objective, forwards: Forwards, weight: Weight, watchers: Watchers
+    objective: Objective,
+    forwards: Forwards,
+    weight: Weight,
+    watchers: Watchers,
+    balance: Balance | None = None,
 ) -> tuple[Tensor, Parts]:
     """The term, with gradients into the query and key projections and no further (`generator="projections"`).
 
@@ -142,6 +154,11 @@ def hand_to_projections(
             targets.append(parameter)
             deliveries.append(gradient)
             factors.append((weight if objective.weighs_networks else 1.0) / scale)
+    if balance is not None:  # from here on: the way back, above, calls hooks too
+        tokens = [tensor for _, record in flat for tensor in (record.query, record.key)]
+        for tensor, gradient in zip(tokens, gradients[: len(sources)], strict=True):
+            if gradient is not None:
+                balance.watch_apart(tensor, gradient, scale)
     term: Tensor = _Deliver.apply((weight * total).detach(), deliveries, factors, *targets)
     return term, parts
 

@@ -1,0 +1,94 @@
+"""Alignment's gradient beside the task's, where both meet: at the queries and keys.
+
+    share = weight · |gradient of alignment| / |gradient of the task|,    norms over all queries and keys of an update
+
+Looked at in every tenth update, by hooks on the tensors themselves, without waiting for the device. It tells whether
+alignment does nothing or eats the task; and with `weight="auto"` it is held at a target, so that one setting serves
+models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all processes.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alignattn.errors import ConfigError
+
+EVERY = 10  # updates
+MEMORY = 0.7  # of the logarithm of the chosen weight, from one look to the next
+
+
+class Balance:
+    """Gathers both gradients in an update that is looked at; `weight` is what `auto` has chosen."""
+
+    def __init__(self, target: float | None = None) -> None:
+        self.target = target
+        self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
+        self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
+
+    def due(self, update: int) -> bool:
+        """Whether this update is looked at; never in compiled code, which shows no gradients inside."""
+        return update % EVERY == 0 and not torch.compiler.is_compiling()
+
+    def watch(self, tokens: Tensor, aligned: Tensor, *, before: "float | Tensor", behind: "float | Tensor") -> None:
+        """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
+
+        What alignment in later layers does to these tokens, through what they give to them, counts as the task's.
+        """
+        if not (tokens.requires_grad and aligned.requires_grad):
+            return
+        _refuse_compiled(tokens, demanded=self.target is not None)
+        own: list[Tensor] = []
+        aligned.register_hook(own.append)
+
+        def both(total: Tensor) -> None:
+            if own:
+                gradient = own.pop()
+                self._add(gradient / before, total - gradient * behind)
+
+        tokens.register_hook(both)
+
+    def watch_apart(self, tokens: Tensor, gradient: Tensor, scale: float) -> None:
+        """Alignment's gradient is known already, times `scale`, and does not go through `tokens`."""
+        if not tokens.requires_grad:
+            return
+        _refuse_compiled(tokens, demanded=self.target is not None)
+        tokens.register_hook(lambda total: self._add(gradient / scale, total))
+
+    @torch.no_grad()
+    def _add(self, aligned: Tensor, task: Tensor) -> None:
+        squares = torch.stack([aligned.float().square().sum(), task.float().square().sum()])
+        self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
+
+    @torch.no_grad()
+    def settle(self, weight: "float | Tensor", *, looked: bool, device: torch.device | None) -> Tensor | None:
+        """The update is over: the share that alignment had, if it was looked at. Every process must call together."""
+        squares, self._squares = self._squares, None
+        if not looked:
+            return None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            squares = torch.zeros(2, device=device) if squares is None else squares
+            dist.all_reduce(squares)
+        if squares is None:
+            return None
+        ratio = (squares[1] / squares[0]).sqrt()  # of the task's gradient to alignment's
+        usable = ratio.isfinite() & (ratio > 0)
+        if self.target is not None:
+            chosen = self.target * ratio
+            before = self.weight.to(chosen)
+            smoothed = torch.where(before > 0, before**MEMORY * chosen ** (1 - MEMORY), chosen)
+            self.weight = torch.where(usable, smoothed, before)
+        return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
+
+
+def _refuse_compiled(tokens: Tensor, *, demanded: bool) -> None:
+    made: Any = tokens if tokens._base is None else tokens._base
+    if demanded and type(made.grad_fn).__name__ == "CompiledFunctionBackward":
+        raise ConfigError(COMPILED)
+
+
+COMPILED = (
+    "weight='auto' looks at gradients inside the backward pass, which compiled code does not show. Give a number: "
+    "without torch.compile, auto's choice stands in the logs as alignment_weight."
+)

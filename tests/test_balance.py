@@ -1,0 +1,161 @@
+"""The share of alignment's gradient, and a weight that keeps it, against gradients taken one by one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import alignattn
+from alignattn import balance
+from alignattn.errors import ConfigError
+
+transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
+
+
+@pytest.fixture(autouse=True)
+def _every_update(monkeypatch):
+    monkeypatch.setattr(balance, "EVERY", 1)
+
+
+@pytest.fixture
+def still(bert):
+    """Without dropout, and with attention that is not uniform, as in a pretrained model: the task feels q and k."""
+    for module in bert.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for name, parameter in bert.named_parameters():
+            if name.endswith(("weight",)) and parameter.ndim == 2 and "embeddings" not in name:
+                parameter *= 10
+    return bert
+
+
+def share_by_hand(model, batch, method, weight, **options):
+    """weight · |dA/d(q, k)| / |dT/d(q, k)|: task and alignment differentiated apart, in a model of their own."""
+    model = copy.deepcopy(model).train()
+    alignment = alignattn.align(model, method, weight=1.0, add_to_outputs=False, **options)
+    tokens = []
+    record = alignment._passes.add
+    alignment._tap._watch = lambda one: (tokens.extend((one.query, one.key)), record(one))
+    task = model(**batch).loss
+    norms = []
+    for loss in (alignment.loss(), task):
+        gradients = torch.autograd.grad(loss, tokens, retain_graph=True)
+        norms.append(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())
+    return float(weight * norms[0] / norms[1]), float(norms[1] / norms[0])
+
+
+@pytest.mark.parametrize("method", ["mmd", "gan", "ct"])
+@pytest.mark.parametrize("optimizer", ["adam", None])
+def test_the_share_in_the_logs_is_that_of_gradients_taken_apart(still, batch, method, optimizer):
+    """Of the last layer, behind which there is no other."""
+    expected, _ = share_by_hand(still, batch, method, 0.7, layers=-1)
+    assert 1e-3 < expected < 1e3
+    alignment = alignattn.align(still, method, weight=0.7, adversary_optimizer=optimizer, layers=-1)
+    still(**batch).loss.backward()
+    torch.optim.SGD(still.parameters(), lr=0.0).step()
+    assert alignment.meter.read()["alignment_share"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_with_projections_it_is_the_share_before_the_gradient_stops(still, batch):
+    layer = {"layers": 0}
+    model = copy.deepcopy(still)
+    alignment = alignattn.align(model, "mmd", weight=0.7, **layer)
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    expected = alignment.meter.read()["alignment_share"]
+    alignment = alignattn.align(still, "mmd", weight=0.7, generator="projections", **layer)
+    still(**batch).loss.backward()
+    torch.optim.SGD(still.parameters(), lr=0.0).step()
+    assert alignment.meter.read()["alignment_share"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_auto_watches_one_update_and_then_keeps_its_share(still, batch, generator):
+    options = {"recentre": False, "layers": -1}
+    _, ratio = share_by_hand(still, batch, "mmd", 1.0, **options)
+    alignment = alignattn.align(still, "mmd", weight=alignattn.Auto(0.3), generator=generator, **options)
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+    logs = []
+    for _ in range(3):
+        still(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logs.append(alignment.meter.read())
+    assert logs[0]["alignment_weight"] == 0 and logs[0]["alignment_share"] == 0
+    for entry in logs[1:]:
+        assert entry["alignment_share"] == pytest.approx(0.3, rel=1e-3)
+        assert entry["alignment_weight"] == pytest.approx(0.3 * ratio, rel=1e-3)
+
+
+def test_batches_of_one_update_are_looked_at_together(still, batch):
+    alignment = alignattn.align(still, "mmd", weight="auto", recentre=False)
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+    for _ in range(2):
+        still(**batch).loss.backward()
+    assert alignment._balance.weight == 0
+    optimizer.step()
+    twice = float(alignment._balance.weight)
+    other = copy.deepcopy(still)
+    alignment = alignattn.align(other, "mmd", weight="auto", recentre=False)
+    other(**batch).loss.backward()
+    torch.optim.SGD(other.parameters(), lr=0.0).step()
+    assert twice == pytest.approx(float(alignment._balance.weight), rel=1e-4)
+
+
+def test_only_every_tenth_update_is_looked_at(still, batch, monkeypatch):
+    monkeypatch.setattr(balance, "EVERY", 10)
+    alignment = alignattn.align(still, "mmd", weight=0.1)
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+    told = []
+    for _ in range(12):
+        still(**batch).loss.backward()
+        optimizer.step()
+        told.append("alignment_share" in alignment.meter.read())
+    assert [step for step, share in enumerate(told) if share] == [0, 10]
+
+
+def test_what_auto_has_chosen_is_saved_and_smoothed(still, batch, tmp_path):
+    alignment = alignattn.align(still, "mmd", weight="auto")
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+    still(**batch).loss.backward()
+    optimizer.step()
+    chosen = float(alignment._balance.weight)
+    assert chosen > 0
+    alignment.save(tmp_path)
+    alignment.detach()
+    again = alignattn.Alignment.load(still, tmp_path)
+    assert again.config.weight == alignattn.Auto(0.1) and float(again._balance.weight) == chosen
+    again._balance._squares = torch.tensor([1.0, 100.0])  # ratio 10: a weight of 1 is asked for
+    again._balance.settle(chosen, looked=True, device=None)
+    assert float(again._balance.weight) == pytest.approx(chosen**0.7 * 1.0**0.3)
+
+
+def test_gradients_of_nothing_leave_the_weight_as_it_was():
+    auto = balance.Balance(0.1)
+    auto.weight = torch.tensor(2.0)
+    for squares in ([0.0, 1.0], [1.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]):
+        auto._squares = torch.tensor(squares)
+        assert torch.isnan(auto.settle(2.0, looked=True, device=None))
+        assert auto.weight == 2.0
+
+
+def test_what_auto_cannot_see_is_refused_with_a_sentence(still, batch):
+    with pytest.raises(ConfigError, match="MultiheadAttention keeps its own to itself"):
+        alignattn.align(nn.TransformerEncoderLayer(16, 2), weight="auto")
+    with pytest.raises(ConfigError, match="share must be a number > 0"):
+        alignattn.Auto(0.0)
+    with pytest.raises(ConfigError, match="or 'auto', got 'automatic'"):
+        alignattn.align(still, weight="automatic")
+    with pytest.raises(ConfigError, match="needs adversary_optimizer='adam'"):
+        alignattn.align(still, "gan", weight="auto", adversary_optimizer=None)
+    alignment = alignattn.align(still, "mmd", weight="auto", add_to_outputs=False)
+    torch.compile(still, backend="aot_eager")(**batch)
+    with pytest.raises(ConfigError, match="compiled code does not show"):
+        alignment.loss()
+    torch.compiler.reset()
+
+
+def test_the_summary_says_how_the_weight_is_chosen(still):
+    assert "weight auto (share 0.1)" in alignattn.align(still, weight="auto").summary()

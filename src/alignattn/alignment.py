@@ -27,6 +27,7 @@ from alignattn.capture.tap import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, Auto, Schedule, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck
+from alignattn.health import Health
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
 from alignattn.objective import Objective, Watcher, Weight, hand_to_projections
@@ -83,6 +84,7 @@ class Alignment:
             )
         self._balance = Balance(auto.share if isinstance(auto, Auto) else None)
         self._looked = False  # at gradients, in the update under way
+        self._health = Health()
         self.meter = Meter()  # what logs show
 
     # --- a model ----------------------------------------------------------------------------------------------------
@@ -275,6 +277,9 @@ class Alignment:
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         balance = self._balance if self._balance.due(self._closed) else None
         self._looked = balance is not None
+        if self._looked:
+            watchers.append(self._health)
+        self.matcher.told = {} if self._looked else None
         term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
         self._measure(weight)
         self._open = True
@@ -313,7 +318,8 @@ class Alignment:
         share = self._balance.settle(self._weight(), looked=self._looked, device=device)
         self._looked = False
         if share is not None:
-            self.meter.add(("alignment_share",), share)
+            figures = self._health.settle(share, self.matcher.told or {})
+            self.meter.add(tuple(figures), torch.stack([value.to(share.device) for value in figures.values()]))
 
     def _set_clock(self, updates: int) -> None:
         self._closed = updates

@@ -9,6 +9,7 @@ log-sigmoids: log(sigmoid(x)) is -inf in fp32 from x = -104 on, with a gradient 
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -98,4 +99,18 @@ class AdversarialMatcher(Matcher):
         if self.config.detach_query:
             query = query.detach()
         query_logits, key_logits = self.through("discriminator", names, query, key, around=reverse_gradient)
+        if self.told is not None:
+            self.told["discriminator_accuracy"] = _accuracy(query_logits, key_logits, query_mask, key_mask)
         return adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
+
+
+@torch.no_grad()
+def _accuracy(
+    query_logits: Float[Tensor, "b h n 1"],
+    key_logits: Float[Tensor, "b h m 1"],
+    query_mask: Bool[Tensor, "b n"] | None,
+    key_mask: Bool[Tensor, "b m"] | None,
+) -> Float[Tensor, ""]:
+    """The share of tokens that the discriminator takes for what they are, queries and keys counting alike."""
+    right = [(query_logits[..., 0] > 0, query_mask), (key_logits[..., 0] < 0, key_mask)]
+    return torch.stack([masked_mean(values.float(), mask).mean() for values, mask in right]).mean()

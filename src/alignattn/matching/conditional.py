@@ -142,6 +142,8 @@ class ConditionalMatcher(Matcher):
         around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
         critics = self.through("critic", names, query, key, around=reverse_gradient)
         navigators = self.through("navigator", names, query, key, around=around)
+        if self.told is not None:
+            self.told["critic_gap"] = _critic_gap(critics, query_mask, key_mask)
         if config.normalise_navigator:
             navigators = direction(navigators[0]), direction(navigators[1])
         if config.transported == "heads":
@@ -172,6 +174,21 @@ class ConditionalMatcher(Matcher):
         masks = [mask for mask in (query_mask, key_mask) if mask is not None]
         valid = torch.stack(masks).all(0) if masks else None
         return masked_mean(losses[:, None], valid).expand(-1, heads)
+
+
+@torch.no_grad()
+def _critic_gap(
+    critics: tuple[Float[Tensor, "b h n e"], Float[Tensor, "b h m e"]],
+    query_mask: Bool[Tensor, "b n"] | None,
+    key_mask: Bool[Tensor, "b m"] | None,
+) -> Float[Tensor, ""]:
+    """How far apart the critic puts queries and keys: the distance of their mean directions, 0 to 2."""
+    means = []
+    for features, mask in zip(critics, (query_mask, key_mask), strict=True):
+        units = direction(features)
+        means.append(torch.stack([masked_mean(axis, mask) for axis in units.unbind(-1)], -1))  # (b, h, e)
+    gap: Tensor = (means[0] - means[1]).norm(dim=-1).mean()
+    return gap
 
 
 def _euclidean(

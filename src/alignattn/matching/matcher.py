@@ -63,6 +63,7 @@ class Matcher(nn.Module):
         self.banks = nn.ModuleList()  # one ModuleDict of networks for each set of layers that appeared together
         self.rows: dict[tuple[str, int], tuple[int, int]] = {}  # (layer, head width) -> bank, row in it
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self.told: dict[str, Tensor] | None = None  # figures for the logs go here, while they are asked for
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
         """The networks of these layers; none for methods without."""

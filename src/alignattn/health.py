@@ -1,0 +1,88 @@
+"""How an alignment fares while it trains: figures for the logs, and warnings that say what to do.
+
+Looked at in the updates in which gradients are (balance.py). A warning is given from figures of the look before, so
+that nobody waits for the device, and once.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from alignattn.errors import AlignmentWarning
+from alignattn.matching.discrepancy import mmd
+
+EATING = 3.0  # times the task's gradient
+BEHIND, COLLAPSED = 0.51, 0.999  # accuracy of a discriminator
+PATIENCE = 5  # looks in a row, before anything is said
+LOOKS_TO_MOVE = 20
+SAMPLES = 8  # of a batch, on which MMD is measured
+
+ADVICE = {
+    "eats": (
+        "Alignment's gradient at queries and keys has been more than {:.0f} times the task's for a while: it eats the "
+        "task. Lower the weight, or use weight='auto'."
+    ),
+    "still": (
+        "Keys and queries are as far apart as at the beginning: alignment does not move them. Raise the weight, use "
+        "weight='auto', or see whether their projections are trained."
+    ),
+    "behind": (
+        "The discriminator tells queries from keys no better than a coin: it has been left behind, or has nothing left "
+        "to tell. If the MMD in the logs is not small, raise adversary_rate."
+    ),
+    "collapsed": (
+        "The discriminator tells queries from keys without a mistake: its gradient says little. Lower adversary_rate, "
+        "or use method='mmd'."
+    ),
+}
+
+
+class Health:
+    """Figures of one look after another."""
+
+    def __init__(self) -> None:
+        self._mmd: list[Tensor] = []  # of the update under way
+        self._last: dict[str, Tensor] = {}  # of the look before
+        self._in_a_row: dict[str, int] = dict.fromkeys(ADVICE, 0)
+        self._first_mmd: float | None = None
+        self._looks = 0
+
+    @torch.no_grad()
+    def watch(
+        self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> None:
+        """Measure the unbiased squared MMD of a few samples of each layer, [l, b, h, tokens, d]."""
+        some = [t[:, :SAMPLES].flatten(0, 1) for t in (query, key)]
+        masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
+        self._mmd.append(mmd(some[0].float(), some[1].float(), query_mask=masks[0], key_mask=masks[1]).mean())
+
+    @torch.no_grad()
+    def settle(self, share: Tensor, told: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The figures of this look, for the logs; `told` are the matcher's own."""
+        self._warn()
+        figures = {"alignment_share": share, **told}
+        if self._mmd:
+            figures["alignment_mmd"] = torch.stack([value.to(share.device) for value in self._mmd]).mean()
+        self._mmd = []
+        self._last = figures
+        return figures
+
+    def _warn(self) -> None:
+        if not self._last:
+            return
+        values = dict(zip(self._last, torch.stack([v.float() for v in self._last.values()]).tolist(), strict=True))
+        self._looks += 1
+        distance = values.get("alignment_mmd", 0.0)
+        self._first_mmd = distance if self._first_mmd is None else self._first_mmd
+        accuracy = values.get("discriminator_accuracy", 0.75)
+        now = {
+            "eats": values["alignment_share"] > EATING,
+            "still": self._looks >= LOOKS_TO_MOVE and distance > 0.95 * self._first_mmd > 0,
+            "behind": accuracy < BEHIND,
+            "collapsed": accuracy > COLLAPSED,
+        }
+        for kind, true in now.items():
+            self._in_a_row[kind] = self._in_a_row[kind] + 1 if true else 0
+            if self._in_a_row[kind] == PATIENCE:
+                warnings.warn(ADVICE[kind].format(EATING), AlignmentWarning, stacklevel=2)

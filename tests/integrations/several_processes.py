@@ -29,10 +29,10 @@ def joined(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in part]) for name in part[0]}
 
 
-def alone(method: str, task: float = 1.0) -> tuple[list[torch.Tensor], alignattn.Alignment]:
+def alone(method: str, task: float = 1.0, weight: float | str = 0.5) -> tuple[list[torch.Tensor], alignattn.Alignment]:
     """The same training in one process, on whole batches, the task's loss multiplied by a factor."""
     model = make_classifier().train()
-    alignment = alignattn.align(model, method, weight=0.5, add_to_outputs=False)
+    alignment = alignattn.align(model, method, weight=weight, add_to_outputs=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     all_reduce, dist.all_reduce = dist.all_reduce, lambda flat: flat.mul_(2)  # a process for itself
     for step in range(STEPS):
@@ -46,10 +46,21 @@ def alone(method: str, task: float = 1.0) -> tuple[list[torch.Tensor], alignattn
     return [p.detach() for p in model.parameters()], alignment
 
 
-def compare(who: str, model: nn.Module, alignment: alignattn.Alignment, method: str, task: float = 1.0) -> None:
+def compare(
+    who: str,
+    model: nn.Module,
+    alignment: alignattn.Alignment,
+    method: str,
+    task: float = 1.0,
+    weight: float | str = 0.5,
+) -> None:
     alignment.advance()
     alignment.detach()
-    whole, reference = alone(method, task)
+    whole, reference = alone(method, task, weight)
+    if weight == "auto":
+        chosen = [alignment.state_dict()["weight"], reference.state_dict()["weight"]]
+        assert chosen[0] > 0
+        torch.testing.assert_close(*chosen, rtol=1e-3, atol=0.0)
     mine = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
     pairs = [*zip(mine, whole, strict=True), *zip(alignment.parameters(), reference.parameters(), strict=True)]
     for place, (one, other) in enumerate(pairs):
@@ -85,18 +96,18 @@ def with_trainer(method: str, folder: Path) -> None:
     compare("Trainer", model, alignment, method, task=2.0 if averaged else 1.0)
 
 
-def with_accelerate(method: str) -> None:
+def with_accelerate(method: str, weight: float | str = 0.5) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = make_classifier()
-    alignment = alignattn.align(model, method, weight=0.5)
+    alignment = alignattn.align(model, method, weight=weight)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     for step in range(STEPS):
         optimizer.zero_grad()
         accelerator.backward(prepared(**half(step)).loss)
         optimizer.step()
-    compare("accelerate", model, alignment, method)
+    compare("accelerate", model, alignment, method, weight=weight)
 
 
 def with_fsdp(method: str, folder: Path) -> None:
@@ -150,6 +161,8 @@ def main(hosts: list[str], folder: Path) -> None:
             with_fsdp(method, folder / f"fsdp-{method}")
         if "trainer" in hosts:
             with_trainer(method, folder / f"trainer-{method}")
+    if "accelerate" in hosts:
+        with_accelerate("mmd", weight="auto")
     dist.destroy_process_group()
 
 

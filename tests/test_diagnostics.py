@@ -9,7 +9,7 @@ from alignattn.diagnostics import discrepancy
 from alignattn.errors import NothingCapturedError
 
 
-def naive(query, key, bandwidth):
+def naive(query, key, bandwidth, without_own=False):
     """Unbiased squared MMD of [n, d] and [m, d] by the definition, bandwidth None: the median of squared distances."""
     tokens = torch.cat([query, key])
     if bandwidth is None:
@@ -27,13 +27,14 @@ def naive(query, key, bandwidth):
         ]
         return sum(values) / len(values)
 
-    return kernel(query, query, True) + kernel(key, key, True) - 2 * kernel(query, key, False)
+    return kernel(query, query, True) + kernel(key, key, True) - 2 * kernel(query, key, without_own)
 
 
+@pytest.mark.parametrize("without_own", [False, True])
 @pytest.mark.parametrize("bandwidth", [None, 1.0])
-def test_it_is_the_mean_over_samples_of_the_definition_padding_left_out(bert, batch, bandwidth):
+def test_it_is_the_mean_over_samples_of_the_definition_padding_left_out(bert, batch, bandwidth, without_own):
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    options = {} if bandwidth is None else {"bandwidth": bandwidth}
+    options = {"without_own": without_own} | ({} if bandwidth is None else {"bandwidth": bandwidth})
     found = discrepancy(bert, [inputs], call=lambda model, batch: model(**batch), **options)
     assert list(found) == [f"bert.encoder.layer.{i}.attention.self" for i in range(3)]
     bert.eval()
@@ -43,7 +44,7 @@ def test_it_is_the_mean_over_samples_of_the_definition_padding_left_out(bert, ba
         query, key = (p(states[1]).view(3, 7, 4, 8).transpose(1, 2) for p in (attention.query, attention.key))
     lengths = [4, 6, 7]
     for head in range(4):
-        values = [naive(query[i, head, :n], key[i, head, :n], bandwidth) for i, n in enumerate(lengths)]
+        values = [naive(query[i, head, :n], key[i, head, :n], bandwidth, without_own) for i, n in enumerate(lengths)]
         expected = sum(values) / 3
         assert float(found[attention_name(1)][head]) == pytest.approx(expected, abs=1e-5)
 

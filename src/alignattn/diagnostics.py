@@ -17,13 +17,15 @@ def discrepancy(
     batches: Iterable[Any],
     *,
     bandwidth: Bandwidth = "median",
+    without_own: bool = False,
     call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
 ) -> dict[str, Tensor]:
     """Unbiased squared MMD between keys and queries: name of the attention module to one value a head, float64.
 
     The mean over the samples of all batches that have two valid tokens or more on both sides, since fewer tell
     nothing. A module that is called several times in a pass, as in ALBERT, is a layer each time: `name`, `name#1`,
-    and so on. `call` feeds a batch to the model.
+    and so on. `without_own` leaves out a token's query against its own key, as `mmd` has it. `call` feeds a batch to
+    the model.
     """
     sums: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
@@ -37,6 +39,7 @@ def discrepancy(
             query_mask=record.query_mask,
             key_mask=record.key_mask,
             bandwidth=bandwidth,
+            without_own=without_own,
         )
         enough = _at_least_two(record.query, record.query_mask) & _at_least_two(record.key, record.key_mask)
         values = values.double() * enough[:, None]

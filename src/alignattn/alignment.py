@@ -17,10 +17,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from alignattn import checkpoint, state
+from alignattn import balance, checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
-from alignattn.balance import COMPILED, Balance
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.tap import Layers, find_sites
@@ -82,7 +81,7 @@ class Alignment:
             raise ConfigError(
                 "weight='auto' needs adversary_optimizer='adam'. With an optimizer of yours give a number."
             )
-        self._balance = Balance(auto.share if isinstance(auto, Auto) else None)
+        self._balance = balance.Balance(auto.share if isinstance(auto, Auto) else None)
         self._looked = False  # at gradients, in the update under way
         self._health = Health()
         self.meter = Meter()  # what logs show
@@ -275,12 +274,14 @@ class Alignment:
                 self._recentring.look(record)
             watchers.append(self._recentring)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
-        balance = self._balance if self._balance.due(self._closed) else None
-        self._looked = balance is not None
+        # Compiled code shows no gradients inside, and must not read the clock: it would be compiled for each number.
+        looks = not torch.compiler.is_compiling() and self._closed % balance.EVERY == 0
+        scales = self._balance if looks else None
+        self._looked = looks
         if self._looked:
             watchers.append(self._health)
         self.matcher.told = {} if self._looked else None
-        term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
+        term, self.parts = objective(self.objective, forwards, weight, watchers, scales)
         self._measure(weight)
         self._open = True
         if self.adversary is not None:
@@ -330,7 +331,7 @@ class Alignment:
         """Of the update under way."""
         if self._balance.target is not None:
             if torch.compiler.is_compiling():
-                raise ConfigError(COMPILED)
+                raise ConfigError(balance.COMPILED)
             return self._balance.weight
         if torch.compiler.is_compiling() and callable(self.config.weight):
             return self._traced_weight

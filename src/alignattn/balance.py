@@ -27,10 +27,6 @@ class Balance:
         self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
 
-    def due(self, update: int) -> bool:
-        """Whether this update is looked at; never in compiled code, which shows no gradients inside."""
-        return update % EVERY == 0 and not torch.compiler.is_compiling()
-
     def watch(self, tokens: Tensor, aligned: Tensor, *, before: "float | Tensor", behind: "float | Tensor") -> None:
         """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
 
@@ -42,10 +38,10 @@ class Balance:
         own: list[Tensor] = []
         aligned.register_hook(own.append)
 
-        def both(total: Tensor) -> None:
-            if own:
+        def both(total: Tensor | None) -> None:
+            if own and total is not None:
                 gradient = own.pop()
-                self._add(gradient / before, total - gradient * behind)
+                self._add(_square(gradient / before), _square(total - gradient * behind))
 
         tokens.register_hook(both)
 
@@ -54,11 +50,16 @@ class Balance:
         if not tokens.requires_grad:
             return
         _refuse_compiled(tokens, demanded=self.target is not None)
-        tokens.register_hook(lambda total: self._add(gradient / scale, total))
+        aligned = _square(gradient / scale)
+
+        def task(total: Tensor | None) -> None:
+            self._add(aligned, torch.zeros_like(aligned) if total is None else _square(total))
+
+        tokens.register_hook(task)
 
     @torch.no_grad()
     def _add(self, aligned: Tensor, task: Tensor) -> None:
-        squares = torch.stack([aligned.float().square().sum(), task.float().square().sum()])
+        squares = torch.stack([aligned, task])
         self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
 
     @torch.no_grad()
@@ -80,6 +81,11 @@ class Balance:
             smoothed = torch.where(before > 0, before**MEMORY * chosen ** (1 - MEMORY), chosen)
             self.weight = torch.where(usable, smoothed, before)
         return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
+
+
+@torch.no_grad()
+def _square(gradient: Tensor) -> Tensor:
+    return gradient.float().square().sum()
 
 
 def _refuse_compiled(tokens: Tensor, *, demanded: bool) -> None:

@@ -8,7 +8,7 @@ import alignattn
 PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
-ANYONE = {"errors", "files"}
+ANYONE = {"errors", "files", "processes"}
 CORE = {
     "capture",
     "matching",
@@ -20,6 +20,7 @@ CORE = {
     "recentre",
     "balance",
     "health",
+    "strength",
     "share",
     "updates",
     "meter",
@@ -32,6 +33,7 @@ CORE = {
 ALLOWED = {
     "errors": set(),
     "files": set(),
+    "processes": set(),
     "capture": set(),
     "matching": set(),
     "metrics": set(),
@@ -42,7 +44,8 @@ ALLOWED = {
     "adversary": set(),
     "objective": {"balance", "capture", "config", "matching"},
     "recentre": {"capture"},
-    "balance": set(),
+    "balance": {"capture"},
+    "strength": {"balance", "config", "health"},
     "health": {"matching"},
     "passes": {"capture"},
     "meter": set(),
@@ -66,7 +69,7 @@ ALLOWED = {
         "objective",
         "recentre",
         "balance",
-        "health",
+        "strength",
         "passes",
         "share",
         "updates",

@@ -94,14 +94,14 @@ def test_batches_of_one_update_are_looked_at_together(still, batch):
     optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
     for _ in range(2):
         still(**batch).loss.backward()
-    assert alignment._balance.weight == 0
+    assert alignment._strength.balance.weight == 0
     optimizer.step()
-    twice = float(alignment._balance.weight)
+    twice = float(alignment._strength.balance.weight)
     other = copy.deepcopy(still)
     alignment = alignattn.align(other, "mmd", weight="auto", recentre=False)
     other(**batch).loss.backward()
     torch.optim.SGD(other.parameters(), lr=0.0).step()
-    assert twice == pytest.approx(float(alignment._balance.weight), rel=1e-4)
+    assert twice == pytest.approx(float(alignment._strength.balance.weight), rel=1e-4)
 
 
 def test_only_every_tenth_update_is_looked_at(still, batch, monkeypatch):
@@ -121,15 +121,15 @@ def test_what_auto_has_chosen_is_saved_and_smoothed(still, batch, tmp_path):
     optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
     still(**batch).loss.backward()
     optimizer.step()
-    chosen = float(alignment._balance.weight)
+    chosen = float(alignment._strength.balance.weight)
     assert chosen > 0
     alignment.save(tmp_path)
     alignment.detach()
     again = alignattn.Alignment.load(still, tmp_path)
-    assert again.config.weight == alignattn.Auto(0.1) and float(again._balance.weight) == chosen
-    again._balance._squares = torch.tensor([1.0, 100.0])  # ratio 10: a weight of 1 is asked for
-    again._balance.settle(chosen, looked=True, device=None)
-    assert float(again._balance.weight) == pytest.approx(chosen**0.7 * 1.0**0.3)
+    assert again.config.weight == alignattn.Auto(0.1) and float(again._strength.balance.weight) == chosen
+    again._strength.balance._squares = torch.tensor([1.0, 100.0])  # ratio 10: a weight of 1 is asked for
+    again._strength.balance.settle(chosen, device=None)
+    assert float(again._strength.balance.weight) == pytest.approx(chosen**0.7 * 1.0**0.3)
 
 
 def test_gradients_of_nothing_leave_the_weight_as_it_was():
@@ -137,7 +137,7 @@ def test_gradients_of_nothing_leave_the_weight_as_it_was():
     auto.weight = torch.tensor(2.0)
     for squares in ([0.0, 1.0], [1.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         auto._squares = torch.tensor(squares)
-        assert torch.isnan(auto.settle(2.0, looked=True, device=None))
+        assert torch.isnan(auto.settle(2.0, device=None))
         assert auto.weight == 2.0
 
 

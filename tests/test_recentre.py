@@ -206,3 +206,21 @@ def test_a_batch_that_is_not_finite_shifts_nothing():
     recentring.watch([""], tokens + 1, tokens, mask, mask)
     recentring.close(first=True)
     torch.testing.assert_close(model.k.bias, before + 1)
+
+
+def test_what_we_shift_ourselves_ends_no_update_of_several_batches():
+    """Weights written by hand, every second batch: the shift that follows must not count as one more update."""
+    model = offset(still_bert()).train()
+    alignment = alignattn.align(model, "gan", add_to_outputs=False)
+    taken = []
+    for batch in range(6):
+        model(**inputs_of(model, batch))
+        taken.append(alignment.steps)
+        alignment.loss().backward()
+        if batch % 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.sub_(0.01 * parameter.grad)
+            model.zero_grad()
+    assert taken == [0, 1, 1, 2, 2, 3]

@@ -44,7 +44,8 @@ weights were carried in half precision, and trained in float32 with bf16 autocas
 Two things to know. Labels name the options in which the runs of a table differ; runs with `recentre=True` are of
 `stable` as it is since November 2026, the others of its first settings. And `c1-mrpc`, `g1-mrpc`, `o1-mrpc` and
 `x-mrpc` are probes from before gradients went through the common scale (`standardise`): two or three seeds each,
-kept for what they say about the departures in [method.md](method.md).
+kept for what they say about the departures in [method.md](method.md). Their recipes lie beside them, in
+[results/probes](../results/probes), and are of commit 270dc95.
 """
 
 

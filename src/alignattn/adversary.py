@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from alignattn.processes import several
+
 
 class Adversary:
     """Steps the networks of a matcher; `optimizer` is None until there are any."""
@@ -49,13 +51,12 @@ class Adversary:
             return
         self.due = False
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        several = _several()
         arrived = any(p.grad is not None for p in parameters)
-        if not arrived and not several:
+        if not arrived and not several():
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([g.flatten() for g in gradients] + [gradients[0].new_full((1,), float(arrived))])
-        if several:
+        if several():
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
         skip = ~flat.isfinite().all() | (flat[-1] == 0)
@@ -71,7 +72,7 @@ class Adversary:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and, where a step is due that processes must take together, its gradients."""
-        if not _several():
+        if not several():
             self.step()
         if self.optimizer is None:
             return {}
@@ -99,7 +100,3 @@ def _check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str
         for name in ("exp_avg", "exp_avg_sq"):
             if index >= len(parameters) or values[name].shape != parameters[index].shape:
                 raise ValueError(f"the optimizer's {name} of parameter {index} has another shape")
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -17,22 +17,23 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from alignattn import balance, checkpoint, state
+from alignattn import checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
+from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.tap import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, Auto, Schedule, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck
-from alignattn.health import Health
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Watcher, Weight, hand_to_projections
+from alignattn.objective import Objective, Watcher, hand_to_projections
 from alignattn.passes import Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
+from alignattn.strength import Strength
 from alignattn.updates import Updates
 
 _aligned: WeakSet[nn.Module] = WeakSet()
@@ -63,11 +64,7 @@ class Alignment:
         if self.adversary is not None:
             self.adversary.take_on()  # a matcher of one's own may bring parameters along
         self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
-        self._closed = 0  # updates of the model that alignment had a part in: the clock of the weight's schedule
-        self._open = False  # a loss was taken since, whose update is still to come
-        # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
-        self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._set_clock(0)
+        self._strength = Strength(self.config)
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
@@ -76,14 +73,6 @@ class Alignment:
         self._adds_to_outputs = self._added_to_outputs = False
         self._advice = Advice()
         self._updates = Updates(self.advance)
-        auto = self.config.weight
-        if isinstance(auto, Auto) and not own:
-            raise ConfigError(
-                "weight='auto' needs adversary_optimizer='adam'. With an optimizer of yours give a number."
-            )
-        self._balance = balance.Balance(auto.share if isinstance(auto, Auto) else None)
-        self._looked = False  # at gradients, in the update under way
-        self._health = Health()
         self.meter = Meter()  # what logs show
 
     # --- a model ----------------------------------------------------------------------------------------------------
@@ -100,11 +89,6 @@ class Alignment:
             )
         config = self.config
         self._updates = Updates(self.advance, model)
-        if isinstance(config.weight, Auto) and any(isinstance(m, nn.MultiheadAttention) for m in model.modules()):
-            raise ConfigError(
-                "weight='auto' compares gradients at queries and keys, and nn.MultiheadAttention keeps its own to "
-                "itself. Give a number."
-            )
         self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
@@ -120,12 +104,22 @@ class Alignment:
         )
         self._recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
         try:
+            self._see_gradients(self._tap.sites)
             _aligned.update(site.module for site in self._tap.sites)
             self._make_networks_ahead(model, [s for s in self._tap.sites if config.cross or not s.looks_cross])
         except BaseException:
             self.detach()
             raise
         return self
+
+    def _see_gradients(self, sites: list[Site]) -> None:
+        """nn.MultiheadAttention keeps its queries and keys to itself: what is matched there are copies."""
+        self._strength.sees_gradients = not any(isinstance(site.module, nn.MultiheadAttention) for site in sites)
+        if isinstance(self.config.weight, Auto) and not self._strength.sees_gradients:
+            raise ConfigError(
+                "weight='auto' compares gradients at queries and keys, and nn.MultiheadAttention keeps its own to "
+                "itself. Give a number, or leave those modules out with layers=."
+            )
 
     def _make_networks_ahead(self, model: nn.Module, sites: list[Site]) -> None:
         """Where the widths of all heads are known; otherwise the first forward pass tells."""
@@ -195,7 +189,7 @@ class Alignment:
         if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
             return
         if self._updates.happened():
-            self._advance(recentre=self._updates.written)
+            self._advance(surely=self._updates.written)
             self._updates.remember()  # what we shift ourselves is no update
         self._finite.look()
         self._advice.if_frozen(self._tap)
@@ -235,7 +229,7 @@ class Alignment:
 
     def _recomputed(self) -> None:
         """The model runs within a backward pass. As a checkpoint it ran before, and was recorded."""
-        if not self._open and not self._passes:
+        if not self._strength.open and not self._passes:
             raise CaptureError(
                 "The model runs within a backward pass, and did not run in training mode with gradients before: so do "
                 "losses that cache gradients (Cached... in sentence-transformers). Alignment cannot reach them: use "
@@ -267,23 +261,21 @@ class Alignment:
             self.adversary.follow(first.device)
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
-        weight = self._weight()
+        weight = self._strength.weight()
         watchers: list[Watcher] = [self._finite]
         if self._recentring is not None and self.config.weight != 0:  # with a weight of zero nothing at all is touched
             for record in (record for records in forwards for record in records):
                 self._recentring.look(record)
             watchers.append(self._recentring)
         objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
-        # Compiled code shows no gradients inside, and must not read the clock: it would be compiled for each number.
-        looks = not torch.compiler.is_compiling() and self._closed % balance.EVERY == 0
-        scales = self._balance if looks else None
-        self._looked = looks
-        if self._looked:
-            watchers.append(self._health)
-        self.matcher.told = {} if self._looked else None
-        term, self.parts = objective(self.objective, forwards, weight, watchers, scales)
+        strength = self._strength
+        strength.begin()
+        if strength.looks:
+            watchers.append(strength.health)
+        self.matcher.told = {} if strength.looks else None
+        balance = strength.balance if strength.looks and strength.sees_gradients else None
+        term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
         self._measure(weight)
-        self._open = True
         if self.adversary is not None:
             self.adversary.due = True
         return term
@@ -291,7 +283,7 @@ class Alignment:
     @property
     def steps(self) -> int:
         """Updates of the model that alignment had a part in, the one under way included."""
-        return self._closed + self._open
+        return self._strength.steps
 
     def advance(self) -> None:
         """The model has been updated: take the adversary's step that is due, and let the weight's clock go on.
@@ -299,43 +291,22 @@ class Alignment:
         Happens by itself when an optimizer of torch's has stepped, or, where the model is updated by hand, before the
         next training forward. Every process must call this together.
         """
-        self._advance(recentre=True)
+        self._advance(surely=True)
 
-    def _advance(self, *, recentre: bool) -> None:
+    def _advance(self, *, surely: bool) -> None:
+        """`surely`: weights are known to be others than before, and not merely taken to be."""
         self._finite.look()
-        self._passes.settle()
+        if surely:
+            self._passes.settle()
         self._advice.if_frozen(self._tap)
         if self.adversary is not None:
             self.adversary.step()
-        if self._recentring is not None and recentre:
-            self._recentring.close(first=self._closed == 0)
-        self._settle_balance()
-        self._set_clock(self.steps)
-        self._open = False
-
-    def _settle_balance(self) -> None:
-        """Tell the logs which share of the gradient alignment had, and let the weight follow."""
+        if self._recentring is not None and surely:
+            self._recentring.close(first=self._strength.closed == 0)
         device = next((part.device for part in self.parts.values()), None)
-        share = self._balance.settle(self._weight(), looked=self._looked, device=device)
-        self._looked = False
-        if share is not None:
-            figures = self._health.settle(share, self.matcher.told or {})
-            self.meter.add(tuple(figures), torch.stack([value.to(share.device) for value in figures.values()]))
-
-    def _set_clock(self, updates: int) -> None:
-        self._closed = updates
-        if callable(self.config.weight):
-            self._traced_weight.fill_(self.config.weight_at(updates))
-
-    def _weight(self) -> Weight:
-        """Of the update under way."""
-        if self._balance.target is not None:
-            if torch.compiler.is_compiling():
-                raise ConfigError(balance.COMPILED)
-            return self._balance.weight
-        if torch.compiler.is_compiling() and callable(self.config.weight):
-            return self._traced_weight
-        return self.config.weight_at(self._closed)
+        figures = self._strength.advance(self.matcher.told or {}, device)
+        if figures:
+            self.meter.add(tuple(figures), torch.stack([value.to(device).float() for value in figures.values()]))
 
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
@@ -411,16 +382,16 @@ class Alignment:
         process before.
         """
         state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
-        return state_now | ({} if self._balance.target is None else {"weight": float(self._balance.weight)})
+        balance = self._strength.balance
+        return state_now | ({} if balance.target is None else {"weight": float(balance.weight)})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
         layers = None if self._tap is None else {site.name for site in self._tap.sites}
         method = self.config.method
-        self._set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
-        self._open = False
-        if self._balance.target is not None and "weight" in saved:
-            self._balance.weight = torch.tensor(float(saved["weight"]))
+        self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
+        if self._strength.balance.target is not None and "weight" in saved:
+            self._strength.balance.weight = torch.tensor(float(saved["weight"]))
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

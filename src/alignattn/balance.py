@@ -7,16 +7,19 @@ alignment does nothing or eats the task; and with `weight="auto"` it is held at 
 models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all processes.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import ConfigError
+from alignattn.processes import several
 
 EVERY = 10  # updates
 MEMORY = 0.7  # of the logarithm of the chosen weight, from one look to the next
+
+
+Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
 
 
 class Balance:
@@ -27,7 +30,7 @@ class Balance:
         self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
 
-    def watch(self, tokens: Tensor, aligned: Tensor, *, before: "float | Tensor", behind: "float | Tensor") -> None:
+    def watch(self, tokens: Tensor, aligned: Tensor, *, before: Weight, behind: Weight) -> None:
         """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
 
         What alignment in later layers does to these tokens, through what they give to them, counts as the task's.
@@ -63,12 +66,10 @@ class Balance:
         self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
 
     @torch.no_grad()
-    def settle(self, weight: "float | Tensor", *, looked: bool, device: torch.device | None) -> Tensor | None:
-        """The update is over: the share that alignment had, if it was looked at. Every process must call together."""
+    def settle(self, weight: Weight, *, device: torch.device | None) -> Tensor | None:
+        """An update that was looked at is over: the share that alignment had. Every process must call this together."""
         squares, self._squares = self._squares, None
-        if not looked:
-            return None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if several():
             squares = torch.zeros(2, device=device) if squares is None else squares
             dist.all_reduce(squares)
         if squares is None:
@@ -89,8 +90,7 @@ def _square(gradient: Tensor) -> Tensor:
 
 
 def _refuse_compiled(tokens: Tensor, *, demanded: bool) -> None:
-    made: Any = tokens if tokens._base is None else tokens._base
-    if demanded and type(made.grad_fn).__name__ == "CompiledFunctionBackward":
+    if demanded and is_compiled_output(tokens):
         raise ConfigError(COMPILED)
 
 

@@ -113,6 +113,8 @@ class AlignmentConfig:
         for name in ("recentre", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if isinstance(self.weight, Auto) and self.adversary_optimizer is None:
+            raise ConfigError("weight='auto' needs adversary_optimizer='adam'. Give a number to an optimizer of yours.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
             raise ConfigError(f"adversary_rate must be > 0 and finite, got {self.adversary_rate}. The default is 1e-3.")
         if len(self.adversary_betas) != 2 or not all(0 <= beta < 1 for beta in self.adversary_betas):

@@ -58,12 +58,13 @@ class Health:
         self._mmd.append(mmd(some[0].float(), some[1].float(), query_mask=masks[0], key_mask=masks[1]).mean())
 
     @torch.no_grad()
-    def settle(self, share: Tensor, told: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The figures of this look, for the logs; `told` are the matcher's own."""
+    def settle(self, share: Tensor | None, told: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The figures of this look, for the logs; `told` are the matcher's own; no `share` where it cannot be seen."""
         self._warn()
-        figures = {"alignment_share": share, **told}
+        figures = dict(told) if share is None else {"alignment_share": share, **told}
         if self._mmd:
-            figures["alignment_mmd"] = torch.stack([value.to(share.device) for value in self._mmd]).mean()
+            device = self._mmd[0].device
+            figures["alignment_mmd"] = torch.stack([value.to(device) for value in self._mmd]).mean()
         self._mmd = []
         self._last = figures
         return figures
@@ -71,13 +72,13 @@ class Health:
     def _warn(self) -> None:
         if not self._last:
             return
-        values = dict(zip(self._last, torch.stack([v.float() for v in self._last.values()]).tolist(), strict=True))
+        values = {name: float(value) for name, value in self._last.items()}
         self._looks += 1
         distance = values.get("alignment_mmd", 0.0)
         self._first_mmd = distance if self._first_mmd is None else self._first_mmd
         accuracy = values.get("discriminator_accuracy", 0.75)
         now = {
-            "eats": values["alignment_share"] > EATING,
+            "eats": values.get("alignment_share", 0.0) > EATING,
             "still": self._looks >= LOOKS_TO_MOVE and distance > 0.95 * self._first_mmd > 0,
             "behind": accuracy < BEHIND,
             "collapsed": accuracy > COLLAPSED,

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.balance import Balance
+from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
+from alignattn.capture.hook import is_compiled_output
 from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
 from alignattn.matching.matcher import Matcher
@@ -24,7 +25,6 @@ from alignattn.matching.matcher import Matcher
 Forwards = list[list[QueryKey]]
 Parts = dict[str, Tensor]
 Watchers = Sequence["Watcher"]
-Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
 
 
 class Watcher(Protocol):
@@ -177,9 +177,7 @@ def _taken_back(record: QueryKey, of_query: Tensor | None, of_key: Tensor | None
     tensors, gradients = zip(*pairs, strict=True)
     targets = [p.output for p in outputs]
     for tensor, gradient in pairs:
-        made = tensor if tensor._base is None else tensor._base
-        compiled = type(made.grad_fn).__name__ == "CompiledFunctionBackward"
-        if compiled and not any(_is_reached(tensor, gradient, targets)):
+        if is_compiled_output(tensor) and not any(_is_reached(tensor, gradient, targets)):
             raise CaptureError(
                 f"{record.name}: in a compiled model autograd does not see the way from queries and keys back to their "
                 "projections. Use generator='model' with torch.compile."

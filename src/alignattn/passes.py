@@ -63,7 +63,7 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins: none before it may have been forgotten."""
         self.recording = None  # one that failed half way may have left something
-        self.check()
+        self._check_waiting()
         if len(self.waiting) >= MOST_PASSES:
             self.waiting.clear()
             raise CaptureError(
@@ -71,7 +71,7 @@ class Passes:
                 "alignment.loss() to the loss, or run forwards that are not trained on under torch.no_grad()."
             )
 
-    def check(self) -> None:
+    def _check_waiting(self) -> None:
         """Gradients that went through a pass must have gone through its term."""
         if any(one.passed_backward for one in self.waiting):
             self.waiting.clear()
@@ -80,8 +80,12 @@ class Passes:
                 "Only a transformers model that is given labels adds it to its loss by itself. Add alignment.loss() "
                 f"to the loss you call backward() on. {HOSTS}"
             )
-        if any(passed.set and not term.set for passed, term in self.handed_out):
-            self.handed_out.clear()
+
+    def settle(self) -> None:
+        """The model has been updated: no term may have been forgotten."""
+        self._check_waiting()
+        handed_out, self.handed_out = self.handed_out, []
+        if any(passed.set and not term.set for passed, term in handed_out):
             raise CaptureError(
                 "The loss that the model returned, with the alignment term in it, was not used: gradients went through "
                 "the model and none through the term. Who computes a loss of his own from the model's outputs, as TRL "
@@ -95,11 +99,7 @@ class Passes:
             mark = Mark()
             term.register_hook(mark)
             self.handed_out.append((done.mark, mark))
-
-    def settle(self) -> None:
-        """The model has been updated: nothing may have been forgotten, and what was used is done with."""
-        self.check()
-        self.handed_out.clear()
+            del self.handed_out[:-MOST_PASSES]  # without updates nobody asks
 
     def add(self, record: QueryKey) -> None:
         """A call of the pass that is being recorded."""
@@ -158,10 +158,11 @@ class Passes:
     def take(self) -> list[list[QueryKey]]:
         """The records of all that waited; none do any more."""
         taken = [one.records for one in self.waiting if one.records]
-        self.clear()
+        self.waiting.clear()
+        self.recording = None
         return taken
 
     def clear(self) -> None:
         """Forget all."""
-        self.waiting.clear()
-        self.recording = None
+        self.take()
+        self.handed_out.clear()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from alignattn.capture import QueryKey
 from alignattn.capture.keybias import KeyBias, are_projected
+from alignattn.processes import several
 
 RATE = 0.1  # of the gap, from the second update on: batches differ
 
@@ -52,10 +53,10 @@ class Recentring:
         """Shift the keys by what was gathered. Every process must call this together."""
         sums, self._sums = self._sums, {}
         same, self._same = self._same, {}
-        if not self.biases or not (sums or _several()):
+        if not self.biases or not (sums or several()):
             return
         rows = {name: self._row(name, sums.get(name), same.get(name)) for name in self.biases}
-        if _several():
+        if several():
             device = next(iter(rows.values())).device
             flat = torch.cat([row.to(device) for row in rows.values()])
             dist.all_reduce(flat)
@@ -88,7 +89,3 @@ def _sum_of_tokens(tokens: Float[Tensor, "l b h n d"], mask: Bool[Tensor, "l b n
     total = tokens.masked_fill(~mask[:, :, None, :, None], 0.0).sum((1, 3), dtype=torch.float32)
     count = mask.sum((1, 2)).to(total)[:, None, None].expand(-1, total.shape[1], 1)
     return torch.cat([total, count], -1)
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

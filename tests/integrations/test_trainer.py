@@ -257,3 +257,22 @@ def test_a_whole_model_in_a_checkpoint_is_no_cache(bert, batch):
     logits = torch.utils.checkpoint.checkpoint(lambda: bert(**inputs).logits, use_reentrant=False)
     (logits.square().mean() + alignment.loss()).backward()
     assert bert.bert.encoder.layer[0].attention.self.query.weight.grad is not None
+
+
+def test_gradients_of_outputs_before_the_loss_are_no_forgotten_term(bert, batch):
+    """A penalty on the gradient goes through the queries before the loss does, and a forward may come between."""
+    alignattn.align(bert, "mmd")
+    optimizer = torch.optim.SGD(bert.parameters(), lr=0.1)
+    first = bert(**batch)
+    torch.autograd.grad(first.logits.sum(), bert.classifier.weight, retain_graph=True)
+    torch.autograd.grad(first.logits.sum(), bert.bert.embeddings.word_embeddings.weight, retain_graph=True)
+    second = bert(**batch)
+    (first.loss + second.loss).backward()
+    optimizer.step()  # raises where the term is taken for forgotten
+
+
+def test_a_detached_alignment_has_nothing_more_to_say(bert, batch):
+    alignment = alignattn.align(bert, "mmd")
+    bert(**batch).logits.sum().backward()
+    alignment.detach()
+    torch.optim.SGD(bert.parameters(), lr=0.1).step()

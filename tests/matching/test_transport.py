@@ -189,3 +189,15 @@ def test_many_tokens_agree_with_a_matrix_in_memory(cost):
             matrix = torch.cdist(q, k).square() / 16
         plan = oracles.sinkhorn_plan_in_memory(matrix, 0.5)
         assert result.cost[sample, 0].item() == pytest.approx((plan * matrix).sum().item(), abs=1e-7)
+
+
+def test_three_iterations_are_enough_at_the_scale_of_the_data():
+    """What preset "stable" does: clouds on a common scale, as wide as heads are, apart by as much as they are wide."""
+    from alignattn.matching.matcher import standardise
+
+    query, key = random_problem(b=4, h=4, n=50, m=50, d=32)
+    query, key = standardise(query, key + 0.5, None, None)
+    result = optimal_transport(query, key, cost="sqeuclidean", epsilon=1.0, max_iterations=3, tolerance=0.0)
+    assert result.marginal_error.max() < 0.01
+    short = optimal_transport(query, key, cost="sqeuclidean", epsilon=0.05, max_iterations=3, tolerance=0.0)
+    assert short.marginal_error.max() > 0.1  # at the scale of single distances it is far from that

@@ -22,6 +22,12 @@ class Hook:
         return Hook, ()
 
 
+def is_compiled_output(tensor: torch.Tensor) -> bool:
+    """Whether compiled code has put it out: autograd then sees nothing of what made it."""
+    made = tensor if tensor._base is None else tensor._base
+    return type(made.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass: then a forward is the recomputation of a checkpoint."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)

@@ -89,14 +89,10 @@ class _Discrepancy(torch.autograd.Function):
         key: Tensor,
         query_mask: Tensor | None,
         key_mask: Tensor | None,
-        typical: str,
-        bandwidth: float,
-        unbiased: bool,
-        without_own: bool,
+        *settings: Any,  # as _evaluate has them
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        settings = (typical, bandwidth, unbiased, without_own)
-        losses, *gradients = _evaluate(query, key, query_mask, key_mask, *settings, wanted)
+        losses, *gradients = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = query.dtype, key.dtype
         return losses
@@ -123,11 +119,11 @@ def _evaluate(
     key: Tensor,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
+    with_gradient: bool,
     typical: str,
     bandwidth: float,
     unbiased: bool,
     without_own: bool,
-    with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
     samples, heads = query.shape[:2]
@@ -161,10 +157,9 @@ def _evaluate(
     ):
         same = first is second
         count = one.sum(-1)
-        pairs = (count * (count - 1) if same and unbiased else count * other.sum(-1) - (0 if same else own)).clamp_min(
-            1
-        )
-        share = (factor / pairs).masked_fill(~counted, 0.0)
+        pairs = count * (other.sum(-1) - 1 if same and unbiased else other.sum(-1))
+        pairs = pairs if same else pairs - own
+        share = (factor / pairs.clamp_min(1)).masked_fill(~counted, 0.0)
         total = _kernel_sum(first, second, one, other, inverse, share, gradients if with_gradient else (None, None))
         if same and unbiased:
             total = total - count  # k(x, x) = 1 on the diagonal

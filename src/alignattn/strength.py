@@ -1,0 +1,64 @@
+"""How strongly alignment acts: the weight of each update, the clock it goes by, and what is looked at on the way."""
+
+import torch
+from torch import Tensor
+
+from alignattn import balance
+from alignattn.balance import Balance, Weight
+from alignattn.config import AlignmentConfig, Auto
+from alignattn.errors import ConfigError
+from alignattn.health import Health
+
+
+class Strength:
+    """Counts the updates that alignment had a part in, and tells the weight of the one under way."""
+
+    def __init__(self, config: AlignmentConfig) -> None:
+        self.config = config
+        self.closed = 0  # updates that are over
+        self.open = False  # a loss was taken since, whose update is still to come
+        # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
+        self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None)
+        self.sees_gradients = True  # False where queries and keys are copies that the task's gradient never meets
+        self.health = Health()
+        self.looks = False  # at gradients and health, in the update under way
+        self.set_clock(0)
+
+    @property
+    def steps(self) -> int:
+        """Updates, the one under way included."""
+        return self.closed + self.open
+
+    def set_clock(self, updates: int) -> None:
+        """So many updates are over, and none is under way."""
+        self.closed, self.open = updates, False
+        if callable(self.config.weight):
+            self._traced_weight.fill_(self.config.weight_at(updates))
+
+    def weight(self) -> Weight:
+        """Of the update under way."""
+        compiling = torch.compiler.is_compiling()
+        if self.balance.target is not None:
+            if compiling:
+                raise ConfigError(balance.COMPILED)
+            return self.balance.weight
+        if compiling and callable(self.config.weight):
+            return self._traced_weight
+        return self.config.weight_at(self.closed)
+
+    def begin(self) -> None:
+        """A loss is taken."""
+        # Compiled code shows no gradients inside, and must not read the clock: it would be compiled for each number.
+        self.looks = not torch.compiler.is_compiling() and self.closed % balance.EVERY == 0
+        self.open = True
+
+    def advance(self, told: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """The update is over; figures for the logs, if it was looked at. `told` are the matcher's own."""
+        figures: dict[str, Tensor] = {}
+        if self.looks:
+            share = self.balance.settle(self.weight(), device=device) if self.sees_gradients else None
+            figures = self.health.settle(share, told)
+        self.looks = False
+        self.set_clock(self.steps)
+        return figures

@@ -94,6 +94,12 @@ def train(make, method, *, lengths=LENGTHS, compile_model=None, compile_step=Non
     return torch.stack(losses), alignment
 
 
+def without_looks(logs):
+    """Gradients and health are not looked at in compiled code."""
+    looks = ("alignment_share", "alignment_mmd", "discriminator_accuracy", "critic_gap")
+    return {name: value for name, value in logs.items() if name not in looks}
+
+
 def counting():
     counter = dynamo.CompileCounterWithBackend("aot_eager")
     counter.frames = []  # after each step
@@ -112,7 +118,7 @@ def test_compiled_training_is_plain_training_while_the_weight_changes(method, wh
     torch.testing.assert_close(losses, expected)
     # The second step is compiled once more at most: what logs show has begun by then.
     assert counter.frames[1:] == [counter.frames[1]] * (len(LENGTHS) - 1)
-    logged, told = plain.meter.read(), alignment.meter.read()
+    logged, told = (without_looks(one.meter.read()) for one in (plain, alignment))
     assert told.keys() == logged.keys() and told == pytest.approx(logged, rel=1e-4, abs=1e-6)
     assert told["alignment_weight"] == pytest.approx((0 + 0.25 + 0.5 + 0.75 + 1) / 5)
     for mine, theirs in zip(alignment.parameters(), plain.parameters(), strict=True):
@@ -168,8 +174,8 @@ def test_packed_rows_break_the_graph_and_nothing_else():
 
     (expected, plain), (told, alignment) = losses(False), losses(True)
     torch.testing.assert_close(told, expected)
-    logged = plain.meter.read()
-    assert alignment.meter.read() == pytest.approx(logged, rel=1e-4, abs=1e-6)
+    logged = without_looks(plain.meter.read())
+    assert without_looks(alignment.meter.read()) == pytest.approx(logged, rel=1e-4, abs=1e-6)
 
 
 def test_unrolled_sinkhorn_compiles():

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import alignattn
-from alignattn.config import Ramp
 from alignattn.errors import AlignmentWarning, CaptureError, NonFiniteError
+from alignattn.weights import Ramp
 
 dynamo = pytest.importorskip("torch._dynamo.testing")
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")

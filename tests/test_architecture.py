@@ -8,7 +8,7 @@ import alignattn
 PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
-ANYONE = {"errors", "files", "processes"}
+ANYONE = {"errors", "files", "processes", "weights"}
 CORE = {
     "capture",
     "matching",
@@ -34,6 +34,7 @@ ALLOWED = {
     "errors": set(),
     "files": set(),
     "processes": set(),
+    "weights": set(),
     "capture": set(),
     "matching": set(),
     "metrics": set(),

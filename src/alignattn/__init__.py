@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignattn import functional
     from alignattn.alignment import Alignment, align
-    from alignattn.config import AlignmentConfig, Auto, Ramp
+    from alignattn.config import AlignmentConfig
     from alignattn.errors import AlignmentError, AlignmentWarning
     from alignattn.matching.matcher import Matcher
+    from alignattn.weights import Auto, Ramp
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,9 +33,9 @@ _HOMES = {
     "AlignmentConfig": "config",
     "AlignmentError": "errors",
     "AlignmentWarning": "errors",
-    "Auto": "config",
+    "Auto": "weights",
     "Matcher": "matching.matcher",
-    "Ramp": "config",
+    "Ramp": "weights",
     "align": "alignment",
 }
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from alignattn.capture import Tap
 from alignattn.capture.projection import frozen
-from alignattn.config import AlignmentConfig, Auto
+from alignattn.config import AlignmentConfig
 from alignattn.errors import AlignmentWarning, CaptureError
 from alignattn.matching.matcher import Matcher
+from alignattn.weights import Auto
 
 OPTIMIZED_AFTER = 8  # steps
 

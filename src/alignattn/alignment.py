@@ -24,7 +24,7 @@ from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.tap import Layers, find_sites
-from alignattn.config import DEFAULT_METHOD, METHODS, Auto, Schedule, resolve
+from alignattn.config import DEFAULT_METHOD, METHODS, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
@@ -35,6 +35,7 @@ from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
 from alignattn.strength import Strength
 from alignattn.updates import Updates
+from alignattn.weights import Auto, Schedule
 
 _aligned: WeakSet[nn.Module] = WeakSet()
 

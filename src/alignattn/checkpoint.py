@@ -16,10 +16,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from alignattn.config import METHODS, AlignmentConfig, Auto, Ramp
+from alignattn.config import METHODS, AlignmentConfig
 from alignattn.errors import ConfigError, DataError
 from alignattn.files import write_whole
 from alignattn.state import FORMAT as STATE_FORMAT
+from alignattn.weights import Auto, Ramp
 
 FORMAT = 1  # of the folder
 TENSORS, SETTINGS = "alignment.safetensors", "alignment.json"

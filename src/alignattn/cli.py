@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignattn import __version__
-from alignattn.errors import AlignmentError, AlignmentWarning
+from alignattn.errors import AlignmentError, AlignmentWarning, ConfigError
 from alignattn.finetune import command as finetune_command
+from alignattn.weights import read_weight, write_weight
 
 if TYPE_CHECKING:
     from alignattn.experiments.recipe import Recipe
@@ -103,7 +104,7 @@ def _report(outcome: "Outcome", plan: "Sweep") -> int:
     if outcome.finished:
         print(f"Compare them: alignattn compare {shlex.quote(str(folder))}")
     for result in outcome.failed:
-        weight = "" if result.weight is None else f" {result.weight:g}"
+        weight = "" if result.weight is None else f" {write_weight(result.weight)}"
         print(f"\nFAILED {result.method}{weight}, seed {result.seed}: {result.error}", file=sys.stderr)
     if outcome.failed:
         print(f"\n{len(outcome.failed)} runs failed; the same command tries them again.", file=sys.stderr)
@@ -167,7 +168,7 @@ def _command(options: argparse.Namespace) -> str:
     if options.methods is not None:
         parts += ["--methods", ",".join(options.methods)]
     if options.weights is not None:
-        parts += ["--weights", ",".join(f"{weight:g}" for weight in options.weights)]
+        parts += ["--weights", ",".join(map(write_weight, options.weights))]
     for text in options.set:
         parts += ["--set", text]
     if options.data_dir is not None:
@@ -203,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", type=_seeds, help="how many, from 0 on; or which: 3,4,5 or 3-5")
     run.add_argument("--methods", type=_names, help="such as soft,gan,ot,ct,mmd")
     run.add_argument(
-        "--weights", type=_numbers, help="of the alignment loss, such as 0.01,0.1,1: each method with each"
+        "--weights", type=_weights, help="of the alignment loss, such as 0.1,1,auto: each method with each"
     )
     run.add_argument("--data-dir", type=Path, help="folder that holds the data")
     run.add_argument("--model", help="folder that holds the model, or its name on the hub")
@@ -264,11 +265,12 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _numbers(text: str) -> list[float]:
+def _weights(text: str) -> list[float | str]:
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers such as 0.01,0.1; got {text!r}") from None
+        read = [read_weight(part.strip()) for part in text.split(",") if part.strip()]
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return [weight if isinstance(weight, float) else str(weight) for weight in read]
 
 
 def _duration(seconds: float) -> str:

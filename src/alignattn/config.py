@@ -1,7 +1,7 @@
 """What can be set about an alignment, the methods, and the presets: sets of option values, nothing more."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from alignattn.matching.conditional import ConditionalConfig, ConditionalMatcher
 from alignattn.matching.discrepancy import DiscrepancyConfig, DiscrepancyMatcher
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.transport import TransportConfig, TransportMatcher
+from alignattn.weights import Auto, Schedule, check_weight, read_weight
 
 METHODS: Mapping[str, tuple[type[Matcher], type[MatcherConfig]]] = {
     "gan": (AdversarialMatcher, AdversarialConfig),
@@ -49,35 +50,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "mmd": {"weight": 1.0, "without_own": True},
     },
 }
-
-Schedule = Callable[[int], float]
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """A weight that grows linearly from zero to `weight` over the first `steps` updates of the model."""
-
-    weight: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        check_weight(self.weight)
-        if self.steps < 1:
-            raise ConfigError(f"A ramp needs at least one step, got {self.steps}.")
-
-    def __call__(self, step: int) -> float:
-        return self.weight * min(1.0, step / self.steps)
-
-
-@dataclass(frozen=True)
-class Auto:
-    """A weight that keeps alignment's gradient at queries and keys at a share of the task's: `weight="auto"`."""
-
-    share: float = 0.1
-
-    def __post_init__(self) -> None:
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < math.inf:
-            raise ConfigError(f"Auto's share must be a number > 0, got {self.share!r}. The default is 0.1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,19 +92,17 @@ class AlignmentConfig:
         if len(self.adversary_betas) != 2 or not all(0 <= beta < 1 for beta in self.adversary_betas):
             raise ConfigError(f"adversary_betas must be two numbers in [0, 1), got {self.adversary_betas}.")
 
+    @property
+    def told_weight(self) -> float | str:
+        """The weight as a result file has it: a number, or a text where it changes while training."""
+        return float(self.weight) if isinstance(self.weight, int | float) else str(self.weight)
+
     def weight_at(self, step: int) -> float:
         """The weight in the step-th update of the model; zero where it is chosen while training."""
         if isinstance(self.weight, Auto):
             return 0.0
         weight = self.weight(step) if callable(self.weight) else self.weight
         return check_weight(weight)
-
-
-def check_weight(weight: Any) -> float:
-    """A weight is a number, zero or more."""
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
-        raise ConfigError(f"weight must be a finite number >= 0, a function of the step or 'auto', got {weight!r}.")
-    return float(weight)
 
 
 def resolve(
@@ -153,7 +123,7 @@ def resolve(
             raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))
     values = dict(PRESETS[preset]["all"]) | dict(PRESETS[preset].get(name, {})) | dict(options)
     if weight is not None:
-        values["weight"] = Auto() if weight == "auto" else weight
+        values["weight"] = read_weight(weight) if isinstance(weight, str) else weight
     if isinstance(method, Matcher):
         matcher = method.config
         values.setdefault("weight", 1.0)

@@ -24,6 +24,7 @@ from alignattn.experiments.tasks.digits import Digits
 from alignattn.experiments.training import Place, Trained, train
 from alignattn.files import write_whole
 from alignattn.results import Result
+from alignattn.weights import write_weight
 
 SHOWN = "mmd"  # beside soft attention, in the pictures
 CLOUD = 400  # tokens of each cloud
@@ -73,7 +74,9 @@ def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> li
     shown = [run for method in (SOFT, SHOWN) for run in runs if run.method == method and run.seed == seed]
     trained = {run.method: train(run, place) for run in shown}  # results keep no weights: a moment's work again
     layer, head = _widest_gap(next(r for r in results if r.method == SOFT and r.seed == seed))
-    titles = {run.method: run.method if run.weight is None else f"{run.method} {run.weight:g}" for run in shown}
+    titles = {
+        run.method: run.method if run.weight is None else f"{run.method} {write_weight(run.weight)}" for run in shown
+    }
     clouds = {f"{titles[m]}: layer {layer}, head {head}": _cloud(t, layer, head) for m, t in trained.items()}
     bins = {
         titles[result.method]: result.details["reliability"]

@@ -61,7 +61,7 @@ class Result:
     recipe: Mapping[str, Any]  # resolved: defaults and overrides in it
     method: str  # "soft", or the method of alignment
     preset: str | None  # None for soft attention, as the next three
-    weight: float | None
+    weight: float | str | None  # "auto:0.1": chosen while training
     reduction: str | None
     alignment: Mapping[str, Any] | None  # every option, resolved
     seed: int
@@ -121,7 +121,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "recipe": (dict,),
     "method": (str,),
     "preset": (str, _NONE),
-    "weight": (*_NUMBER, _NONE),
+    "weight": (*_NUMBER, str, _NONE),
     "reduction": (str, _NONE),
     "alignment": (dict, _NONE),
     "seed": (int,),

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from alignattn import balance
 from alignattn.balance import Balance, Weight
-from alignattn.config import AlignmentConfig, Auto
+from alignattn.config import AlignmentConfig
 from alignattn.errors import ConfigError
 from alignattn.health import Health
+from alignattn.weights import Auto
 
 
 class Strength:

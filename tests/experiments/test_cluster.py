@@ -82,7 +82,7 @@ def test_a_machine_lost_in_the_middle_changes_no_result(cluster, tmp_path, monke
 
     def lose_a_machine():
         """The first that works, at a blow: the process at a run, and Ray's own that started it."""
-        if until(lambda: list(notes.glob("[0-9]*")), 120):
+        if until(lambda: list(notes.glob("[0-9]*")), 600):
             note = next(notes.glob("[0-9]*"))
             worker, raylet = int(note.name.partition("-")[0]), int(note.read_text().splitlines()[0])
             (node,) = (n for n in cluster.worker_nodes if n.all_processes["raylet"][0].process.pid == raylet)

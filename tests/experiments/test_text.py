@@ -1,11 +1,14 @@
 """Fine-tuning of a transformers encoder: what it trains on, what it measures, where models come from."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from alignattn import metrics
 from alignattn.errors import ConfigError, DataError
+from alignattn.experiments.compare import compare
 from alignattn.experiments.recipe import load
 from alignattn.experiments.runner import carry_out, estimate, sweep
 from alignattn.experiments.training import Place, task_of, train
@@ -124,6 +127,27 @@ def test_padding_does_not_change_a_batch(encoder_folder, glue_folder):
     assert both["attention_mask"].sum(1).tolist() == [4, 7]
     with torch.no_grad():
         torch.testing.assert_close(model(**both).logits[:1], model(**alone).logits)
+
+
+def test_a_weight_that_is_chosen_while_training_is_told_with_what_it_came_to(encoder_folder, glue_folder, tmp_path):
+    one = recipe(encoder_folder)
+    weights = {"methods": ("mmd",), "weights": (0.5, "auto", "auto:0.4")}
+    one = replace(one, train=replace(one.train, steps=30), align=replace(one.align, **weights))
+    plan = sweep(one, Place(glue_folder, "cpu", 1), tmp_path / "out")
+    fixed, less, more = carry_out(plan, quiet=True).finished
+    assert [r.weight for r in (fixed, less, more)] == [0.5, "auto:0.1", "auto:0.4"]
+    assert less.alignment["weight"] == {"share": 0.1} and fixed.alignment["weight"] == 0.5
+    names = [plan.file(run).name for run in plan.recipe.runs()]
+    assert [name.rpartition("-")[0] for name in names] == ["mmd-0.5-seed0", "mmd-auto-0.1-seed0", "mmd-auto-0.4-seed0"]
+    assert plan.recipe.runs()[1].label.endswith("mmd auto:0.1, seed 0")
+    assert not plan.parted()[1]  # found again under these names
+    chosen = [r.details["figures"]["alignment_weight"] for r in (fixed, less, more)]
+    assert set(chosen[0]) == {0.5} and len(chosen[0]) == len(fixed.details["curve"])
+    assert chosen[1][0] == chosen[2][0] == 0  # only watches, up to the first look
+    # Both saw the same first update: the weights are as the shares.
+    assert chosen[2][1] == pytest.approx(4 * chosen[1][1], rel=1e-4) and chosen[1][1] > 0
+    labels = [row.label for row in compare([more, fixed, less])[0].rows]
+    assert labels == ["mmd 0.5", "mmd auto:0.1", "mmd auto:0.4"]
 
 
 def test_an_estimate_leaves_nothing_behind(encoder_folder, glue_folder, tmp_path):

@@ -151,6 +151,15 @@ def test_the_other_methods_train_too_and_differ_from_none(method, files, finetun
     assert result.method == method and result.weight == 1 and all(entry[2] for entry in result.details["curve"])
 
 
+def test_the_weight_can_be_chosen_while_training(files, finetune, tmp_path):
+    train, evaluation = files("classification")
+    assert finetune(train, evaluation, tmp_path / "out", "--method", "mmd", "--weight", "auto:0.2") == 0
+    result = results.read(tmp_path / "out" / "result.json")
+    assert result.weight == "auto:0.2" and result.alignment["weight"] == {"share": 0.2}
+    first, second = (entry[2] for entry in result.details["curve"])
+    assert first == 0 and second != 0 and "--weight auto:0.2" in result.command
+
+
 def test_method_none_is_a_plain_trainer_run_to_the_bit(files, finetune, tmp_path, encoder):
     train, evaluation = files("classification")
     assert finetune(train, evaluation, tmp_path / "out", "--seed", "3") == 0

@@ -17,6 +17,7 @@ from alignattn.experiments.paper import PaperValue, paper_value
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.statistics import Difference, holm, paired
 from alignattn.results import METRICS, Metric, Result
+from alignattn.weights import write_weight
 
 DERIVED = ("step_ratio",)  # made here, of two results
 
@@ -40,7 +41,7 @@ class Row:
     label: str
     method: str
     preset: str | None
-    weight: float | None
+    weight: float | str | None
     seeds: tuple[int, ...]
     failed: tuple[str, ...]  # first lines of the errors
     cells: Mapping[str, Cell]
@@ -204,10 +205,12 @@ def _age(result: Result) -> tuple[str, str]:
     return result.finished, json.dumps(content, sort_keys=True, default=str)
 
 
-def _order(result: Result) -> tuple[int, str, str, float, str]:
+def _order(result: Result) -> tuple[Any, ...]:
     methods = (SOFT, *METHODS)
     place = methods.index(result.method) if result.method in methods else len(methods)
-    return place, result.method, result.preset or "", result.weight or 0.0, _kind(result)
+    number = 0.0 if isinstance(result.weight, str) else result.weight or 0.0
+    chosen = result.weight if isinstance(result.weight, str) else ""  # behind the numbers
+    return place, result.method, result.preset or "", chosen, number, _kind(result)
 
 
 def _labels(results: list[Result]) -> list[str]:
@@ -218,8 +221,7 @@ def _labels(results: list[Result]) -> list[str]:
     for result, own in zip(results, options, strict=True):
         parts = [result.method]
         if result.weight is not None:
-            short = f"{result.weight:g}"
-            parts.append(short if float(short) == result.weight else str(result.weight))
+            parts.append(write_weight(result.weight))
             if len(presets) > 1:
                 parts.append(str(result.preset))
             # Not those that the presets themselves set otherwise: the preset's name says it.

@@ -16,6 +16,7 @@ from alignattn.experiments.reading import build, convert, merge, read_toml
 from alignattn.experiments.settings import SOFT, AlignSettings, TrainSettings
 from alignattn.experiments.tasks import TASKS
 from alignattn.results import METRICS
+from alignattn.weights import write_weight
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 REPORT = ("accuracy", "ece", "mmd", "step_ratio")
@@ -61,10 +62,10 @@ class Recipe:
         runs = []
         for seed in self.seeds:
             for method in self.align.methods:
-                weights: Iterable[float | None] = self.align.weights or (None,)
+                weights: Iterable[float | str | None] = self.align.weights or (None,)
                 for weight in (None,) if method == SOFT else weights:
                     config = self.align.config(method, weight)
-                    runs.append(Run(self, method, None if config is None else _number(config.weight), seed))
+                    runs.append(Run(self, method, None if config is None else config.told_weight, seed))
         return runs
 
 
@@ -74,13 +75,13 @@ class Run:
 
     recipe: Recipe
     method: str
-    weight: float | None  # None for soft attention
+    weight: float | str | None  # None for soft attention; "auto:0.1" where it is chosen while training
     seed: int
 
     @property
     def label(self) -> str:
         """For people."""
-        weight = "" if self.weight is None else f" {self.weight:g}"
+        weight = "" if self.weight is None else f" {write_weight(self.weight)}"
         return f"{self.recipe.name}: {self.method}{weight}, seed {self.seed}"
 
     def digest(self, inputs: Mapping[str, str]) -> str:
@@ -97,7 +98,7 @@ class Run:
 
     def file(self, inputs: Mapping[str, str]) -> Path:
         """Of its result, relative to the folder of all results."""
-        weight = "" if self.weight is None else f"-{self.weight:g}"
+        weight = "" if self.weight is None else f"-{write_weight(self.weight)}".replace(":", "-")
         return Path(self.recipe.name) / f"{self.method}{weight}-seed{self.seed}-{self.digest(inputs)}.json"
 
 
@@ -175,8 +176,3 @@ def _tables(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     beside = path.parent / str(base)
     base_path = beside if beside.is_file() else _find(str(base))
     return merge(_tables(base_path, (*below, path.resolve())), values)
-
-
-def _number(weight: Any) -> float:
-    """A preset's weight is a number: a function of the step is `align.ramp`'s business here."""
-    return float(weight)

@@ -114,7 +114,7 @@ def estimate(plan: Sweep) -> Estimate:
     step_seconds: dict[str, float] = {}
     for run in every:
         if run.method not in step_seconds:
-            step_seconds[run.method] = train(run, plan.place, limit=PROBE_STEPS).step_seconds
+            step_seconds[run.method] = train(run, plan.place, limit=PROBE_STEPS).course.step_seconds
     steps = plan.recipe.train.steps_for(task.samples)
     # A forward pass is about a third of a step.
     batches = task.evaluation_samples / plan.recipe.train.batch

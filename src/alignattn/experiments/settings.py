@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from alignattn.config import METHODS, PRESETS, AlignmentConfig, check_weight, resolve
+from alignattn.config import METHODS, PRESETS, AlignmentConfig, resolve
 from alignattn.errors import ConfigError, unknown
 
 SOFT = "soft"
@@ -65,7 +65,7 @@ class AlignSettings:
     """Which kinds of attention are trained, and how alignment is set."""
 
     methods: tuple[str, ...] = (SOFT, *METHODS)
-    weights: tuple[float, ...] = ()  # each method with each; none: the preset's own
+    weights: tuple[float | str, ...] = ()  # each method with each, also "auto" or "auto:0.03"; none: the preset's own
     preset: str = "stable"
     ramp: float = 0.0  # share of the steps over which the weight grows from zero
     options: Mapping[str, Any] = field(default_factory=dict)  # of `align`, for every method
@@ -87,15 +87,16 @@ class AlignSettings:
             raise unknown("preset", self.preset, PRESETS)
         if not 0 <= self.ramp <= 1:
             raise ConfigError(f"align.ramp must be between 0 and 1, got {self.ramp}.")
-        for weight in self.weights:
-            check_weight(weight)
         for method in METHODS:  # also those that this recipe leaves out: the command line may name them
-            self.config(method, None)
+            for weight in self.weights or (None,):
+                config = self.config(method, weight)
+                if self.ramp and config is not None and not isinstance(config.weight, int | float):
+                    raise ConfigError(f"align.ramp is for weights that are numbers, and {method}'s is {config.weight}.")
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that `align` is given for a method."""
         return {**self.options, **getattr(self, method)}
 
-    def config(self, method: str, weight: float | None) -> AlignmentConfig | None:
+    def config(self, method: str, weight: float | str | None) -> AlignmentConfig | None:
         """Everything about the alignment of one run; None for soft attention."""
         return None if method == SOFT else resolve(method, weight, self.preset, self.options_for(method))

@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.alignment import Alignment, align
-from alignattn.config import Ramp
 from alignattn.errors import ConfigError, NonFiniteError
 from alignattn.experiments import provenance
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, Task
 from alignattn.results import Result
+from alignattn.weights import Ramp
 
 LOOKS = 50  # how often at most, over a run, losses are looked at and the time is taken
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,9 +99,26 @@ class Trained:
 
     task: Task
     model: nn.Module
-    curve: list[tuple[int, float, float]]  # step, the task's loss, alignment's with its weight
-    seconds: float
-    step_seconds: float  # median
+    course: "Course"
+
+
+@dataclass
+class Course:
+    """How a training went."""
+
+    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, task's loss, alignment's, weighted
+    figures: list[dict[str, float]] = field(default_factory=list)  # what logs show of the alignment, look by look
+    seconds: float = 0.0
+    step_seconds: float = 0.0  # median
+
+    def details(self) -> dict[str, Any]:
+        """For a result file."""
+        told = {"curve": [[step, round(task, 5), round(align, 5)] for step, task, align in self.curve]}
+        names = dict.fromkeys(name for one in self.figures for name in one if "/" not in name)  # not layer by layer
+        if not names:
+            return told
+        rows = {name: [_rounded(one.get(name, math.nan)) for one in self.figures] for name in names}
+        return {**told, "figures": rows}
 
 
 def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | None = None) -> Trained:
@@ -113,11 +130,11 @@ def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | N
     model = task.make_model().train()
     alignment = _aligned(run, task, model)
     try:
-        curve, seconds, step_seconds = _loop(run, task, model, alignment, progress, limit)
+        course = _loop(run, task, model, alignment, progress, limit)
     finally:
         if alignment is not None:
             alignment.detach()
-    return Trained(task, model.eval(), curve, seconds, step_seconds)
+    return Trained(task, model.eval(), course)
 
 
 def measure(trained: Trained) -> dict[str, Any]:
@@ -125,13 +142,12 @@ def measure(trained: Trained) -> dict[str, Any]:
     start = time.perf_counter()
     with torch.no_grad():
         measured = trained.task.evaluate(trained.model)
-    curve = [[step, round(task, 5), round(align, 5)] for step, task, align in trained.curve]
     return {
         "metrics": measured.metrics,
-        "details": {**measured.details, "curve": curve},
+        "details": {**measured.details, **trained.course.details()},
         "times": {
-            "train": round(trained.seconds, 4),
-            "step": round(trained.step_seconds, 7),
+            "train": round(trained.course.seconds, 4),
+            "step": round(trained.course.step_seconds, 7),
             "evaluate": round(time.perf_counter() - start, 4),
         },
     }
@@ -153,14 +169,14 @@ def _aligned(run: Run, task: Task, model: nn.Module) -> Alignment | None:
     if run.weight is None:
         return None
     ramp = round(settings.ramp * run.recipe.train.steps_for(task.samples))
-    weight = Ramp(run.weight, ramp) if ramp else run.weight
+    weight = Ramp(run.weight, ramp) if ramp and isinstance(run.weight, float) else run.weight
     options = {**settings.options_for(run.method), "add_to_outputs": False}
     return align(model, run.method, weight, settings.preset, **options)
 
 
 def _loop(
     run: Run, task: Task, model: nn.Module, alignment: Alignment | None, progress: Progress, limit: int | None
-) -> tuple[list[tuple[int, float, float]], float, float]:
+) -> Course:
     settings, device = run.recipe.train, task.device
     steps = settings.steps_for(task.samples)
     optimizer = torch.optim.AdamW(
@@ -171,7 +187,7 @@ def _loop(
     batches = task.batches(run.seed)
     last = steps if limit is None else min(steps, limit)
     every = max(1, last // LOOKS)
-    curve, laps = [], []
+    course, laps = Course(), []
     start = lap = time.perf_counter()
     for step in range(1, last + 1):
         with torch.autocast(device.type, DTYPES.get(settings.precision), enabled=settings.precision in DTYPES):
@@ -186,14 +202,17 @@ def _loop(
         scaler.update()
         schedule.step()
         if step % every == 0 or step == last:
-            curve.append((step, *_finite(step, loss, term)))  # waits for the device: a time taken here is a true one
+            done = step - (course.curve[-1][0] if course.curve else 0)
+            course.curve.append((step, *_finite(step, loss, term)))  # waits for the device: now is a true time
             now = time.perf_counter()
-            done = step - (curve[-2][0] if len(curve) > 1 else 0)
+            if alignment is not None:
+                course.figures.append(alignment.meter.read())
             laps.append((now - lap) / done)
             lap = now
             progress(done)
     steady = laps[1:] or laps  # the first lap has the warming up in it
-    return curve, time.perf_counter() - start, median(steady)
+    course.seconds, course.step_seconds = time.perf_counter() - start, median(steady)
+    return course
 
 
 def _decayed_apart(model: nn.Module, decay: float) -> list[dict[str, Any]]:
@@ -211,6 +230,11 @@ def _finite(step: int, loss: Tensor, term: Tensor) -> tuple[float, float]:
         if not math.isfinite(value):
             raise NonFiniteError(f"At step {step} {name} is {value}.")
     return values[0], values[1]
+
+
+def _rounded(value: float) -> float:
+    """To five digits that count."""
+    return float(f"{value:.5g}")
 
 
 def _told(error: Exception) -> str:

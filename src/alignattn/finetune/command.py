@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--label", metavar="COLUMN", help="the label column (default: found by name)")
     add("--separator", help="between labels in one cell, for multilabel (default: the first of | ; , that occurs)")
     add("--method", choices=METHODS, default="none", help="of alignment (default: %(default)s)")
-    add("--weight", type=float, help="of the alignment loss (default: the method's)")
+    add("--weight", help="of the alignment loss, a number or auto (default: the method's)")
     add("--epochs", type=float, default=Settings.epochs, help="(default: %(default)g)")
     add("--steps", type=int, help="training steps, instead of --epochs")
     add("--learning-rate", type=float, default=Settings.learning_rate, help="(default: %(default)g)")

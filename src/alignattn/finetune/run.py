@@ -137,7 +137,7 @@ def _result(plan: Plan, device: torch.device, command: str, **outcome: Any) -> R
         name="finetune",
         recipe=plan.recipe,
         method=SOFT if config is None else plan.settings.method,
-        weight=None if config is None else config.weight_at(0),
+        weight=None if config is None else config.told_weight,
         seed=plan.settings.seed,
         inputs=plan.inputs,
         command=command,

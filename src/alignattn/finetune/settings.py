@@ -6,6 +6,7 @@ from pathlib import Path
 
 from alignattn.errors import ConfigError, unknown
 from alignattn.finetune.labels import TASKS
+from alignattn.weights import read_weight
 
 METHODS = ("none", "gan", "ot", "ct", "mmd")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -25,7 +26,7 @@ class Settings:
     label: str | None = None
     separator: str | None = None  # of several labels in one cell
     method: str = "none"
-    weight: float | None = None
+    weight: float | str | None = None  # "auto" chooses it while training
     epochs: float = 3.0
     steps: int | None = None  # instead of epochs
     learning_rate: float = 2e-5
@@ -46,6 +47,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {value}.")
+        if isinstance(self.weight, str):
+            read = read_weight(self.weight)  # refused here, before anything is read
+            object.__setattr__(self, "weight", read if isinstance(read, float) else str(read))
         if self.weight is not None and self.method == "none":
             raise ConfigError("--weight is the weight of alignment, and the method is none. Add --method mmd, say.")
         if not 0 <= self.seed < 2**32:

@@ -116,7 +116,7 @@ def test_networks_start_alike_whatever_else_is_attached(bert):
 def test_number_of_parameters_is_the_papers():
     """Over MCAN's eight self-attentions, heads of 64: 75 k for GAN, 88 k for CT; the paper says 0.1 M."""
     for method, expected in (("gan", 75_000), ("ct", 88_000)):
-        alignment = alignattn.Alignment(method)
+        alignment = alignattn.Alignment(method, preset="paper")
         for layer in range(8):
             alignment.record(torch.randn(1, 8, 3, 64), torch.randn(1, 8, 3, 64), name=f"{layer}")
         alignment.loss()

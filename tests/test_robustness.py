@@ -415,5 +415,5 @@ def test_presets_are_what_the_documentation_says():
 
     assert [PRESETS[preset]["all"]["weight"] for preset in ("paper", "released")] == [0.01, 0.01]
     stable = {method: PRESETS["stable"][method]["weight"] for method in METHODS}
-    assert stable == {"gan": 0.1, "ot": 1.0, "ct": 0.3, "mmd": 1.0}
+    assert stable == {"gan": 0.3, "ot": 1.0, "ct": 0.3, "mmd": 1.0}
     assert [PRESETS[p]["all"]["reduction"] for p in ("paper", "released", "stable")] == ["sum", "mean", "mean"]

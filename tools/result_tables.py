@@ -13,13 +13,16 @@ from typing import Any
 
 from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
+from alignattn.experiments.frontier import frontier, series
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import LEGEND, MARKS, differences, notes, piped, summary
+from alignattn.plots import save
 from alignattn.results import Result, read_all
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "results.md"
+FIGURES = ROOT / "docs" / "figures"
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- results: make tables -->\n).*?(<!-- /results -->)", re.DOTALL)
 KINDS = (SOFT, *METHODS)
@@ -49,6 +52,17 @@ kept for what they say about the departures in [method.md](method.md). Their rec
 """
 
 
+def is_frontier(comparison: Comparison) -> bool:
+    """Whether several weights of a method were run, over enough seeds for an error."""
+    curves = series(comparison, comparison.metrics[0]).values()
+    return any(len(points) > 1 and not math.isnan(points[0].error) for points in curves)
+
+
+def picture(comparison: Comparison) -> Path:
+    """Where the frontier of a comparison is drawn."""
+    return FIGURES / f"frontier-{re.sub(r'[^a-z0-9]+', '-', comparison.name).strip('-')}.svg"
+
+
 def page(comparisons: list[Comparison], results: list[Result]) -> str:
     """docs/results.md."""
     parts = [INTRODUCTION]
@@ -59,6 +73,8 @@ def page(comparisons: list[Comparison], results: list[Result]) -> str:
         table = differences(comparison)
         if len(table) > 1:
             parts += [piped(table), ""]
+        if is_frontier(comparison):
+            parts += [f"![MMD² against each metric](figures/{picture(comparison).name})", ""]
         parts += [f"- {note}" for note in notes(comparison)]
         parts += [f"- {_origin(own)}", ""]
     return "\n".join(parts).rstrip() + "\n"
@@ -122,3 +138,7 @@ if __name__ == "__main__":
     for path, text in written().items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")
+    for comparison in compare(read_all([RESULTS])):
+        if is_frontier(comparison):
+            save(frontier(comparison), picture(comparison))
+            print(f"wrote {picture(comparison).relative_to(ROOT)}")

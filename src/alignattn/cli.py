@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignattn import __version__
-from alignattn.errors import AlignmentError, AlignmentWarning, ConfigError
+from alignattn.errors import AlignmentError, AlignmentWarning, ConfigError, DataError
 from alignattn.finetune import command as finetune_command
 from alignattn.weights import read_weight, write_weight
 
 if TYPE_CHECKING:
+    from alignattn.experiments.compare import Comparison
     from alignattn.experiments.recipe import Recipe
     from alignattn.experiments.runner import Executor, Outcome, Sweep
     from alignattn.experiments.training import Place
@@ -119,8 +120,28 @@ def _compare(options: argparse.Namespace) -> int:
     from alignattn.results import read_all
 
     metrics = _names(options.metrics) if options.metrics else None
-    print(tables.FORMATS[options.format](compare.compare(read_all(options.results), metrics)), end="")
+    comparisons = compare.compare(read_all(options.results), metrics)
+    if options.frontier is not None:
+        _draw_frontier(comparisons, options.frontier, metrics)
+    print(tables.FORMATS[options.format](comparisons), end="")
     return 0
+
+
+def _draw_frontier(comparisons: "Sequence[Comparison]", path: Path, metrics: list[str] | None) -> None:
+    """One picture, or one for each table that has a frontier, with the table's number behind the name."""
+    from alignattn import plots
+    from alignattn.experiments.frontier import frontier
+
+    for number, comparison in enumerate(comparisons, 1):
+        place = path if len(comparisons) == 1 else path.with_stem(f"{path.stem}-{number}")
+        try:
+            plots.save(frontier(comparison, metrics), place)
+        except DataError as error:
+            if len(comparisons) == 1:
+                raise
+            print(error, file=sys.stderr)
+        else:
+            print(f"wrote {place}", file=sys.stderr)
 
 
 def _finetune(options: argparse.Namespace) -> int:
@@ -235,6 +256,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("results", nargs="+", type=Path, help="result files, or folders of them")
     compare.add_argument("--format", choices=FORMATS, default="text", help="(default: %(default)s)")
     compare.add_argument("--metrics", help="such as accuracy,ece@mnli (default: what the recipe reports)")
+    compare.add_argument("--frontier", type=Path, metavar="FILE", help="draw metrics against MMD²: png, svg or pdf")
     return parser
 
 

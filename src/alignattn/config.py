@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "stable": {
         "all": {"reduction": "mean", "recentre": True, "standardise": True},
-        "gan": {"weight": 0.1, "adversary_rate": 4e-3},
+        "gan": {"weight": 0.3, "matched": "features", "hidden_width": 64},
         "ot": {
             "cost": "sqeuclidean",
             "debiased": True,

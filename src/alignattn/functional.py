@@ -7,6 +7,7 @@ value a problem, [b, h]: one sample in one head. Half precision is computed in f
 from alignattn.matching.adversarial import adversarial
 from alignattn.matching.conditional import conditional_transport
 from alignattn.matching.discrepancy import mmd
+from alignattn.matching.features import feature_distance
 from alignattn.matching.transport import TransportResult, optimal_transport
 
-__all__ = ["TransportResult", "adversarial", "conditional_transport", "mmd", "optimal_transport"]
+__all__ = ["TransportResult", "adversarial", "conditional_transport", "feature_distance", "mmd", "optimal_transport"]

@@ -26,6 +26,7 @@ def row(label="mmd 0.1", *, seeds=(0, 1, 2), failed=(), **cells):
     method, _, weight = label.partition(" ")
     return Row(
         label=label,
+        series=method,
         method=method,
         preset=None if method == "soft" else "stable",
         weight=float(weight) if weight else None,

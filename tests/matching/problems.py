@@ -64,8 +64,14 @@ def _adversarial(query: Tensor, key: Tensor, query_mask: Mask = None, key_mask: 
 
 _CONVERGED = {"epsilon": 0.5, "relative_epsilon": True, "max_iterations": 500, "tolerance": 1e-11}
 
+
+def _features(query: Tensor, key: Tensor, query_mask: Mask, key_mask: Mask) -> Tensor:
+    return F.feature_distance(query, key, query_mask=query_mask, key_mask=key_mask)
+
+
 LOSSES: dict[str, Loss] = {
     "adversarial": _adversarial,
+    "features": _features,
     "transport-cosine": _transport(cost="cosine", **_CONVERGED),
     "transport-sqeuclidean": _transport(cost="sqeuclidean", **_CONVERGED),
     "transport-unrolled": _transport(gradient="unrolled", epsilon=0.5, max_iterations=8, tolerance=0.0),

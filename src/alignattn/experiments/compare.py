@@ -39,6 +39,7 @@ class Row:
     """One kind of attention."""
 
     label: str
+    series: str  # the label without its weight: what a curve over weights has in common
     method: str
     preset: str | None
     weight: float | str | None
@@ -138,7 +139,8 @@ def _rows(
         result = kind.any()
         rows.append(
             Row(
-                label=label,
+                label=label.text(),
+                series=label.text(weight=False),
                 method=result.method,
                 preset=result.preset,
                 weight=result.weight,
@@ -213,22 +215,34 @@ def _order(result: Result) -> tuple[Any, ...]:
     return place, result.method, result.preset or "", chosen, number, _kind(result)
 
 
-def _labels(results: list[Result]) -> list[str]:
+@dataclass(frozen=True)
+class _Label:
+    """The name of a row."""
+
+    method: str
+    weight: str
+    options: tuple[str, ...] = ()
+
+    def text(self, *, weight: bool = True) -> str:
+        return " ".join(filter(None, (self.method, self.weight if weight else "", *self.options)))
+
+
+def _labels(results: list[Result]) -> list[_Label]:
     """The method and weight; the preset where the table has several; options that differ where these are alike."""
     presets = {result.preset for result in results if result.preset is not None}
     options = [_options(result) for result in results]
     labels = []
     for result, own in zip(results, options, strict=True):
-        parts = [result.method]
+        parts = []
         if result.weight is not None:
-            parts.append(write_weight(result.weight))
             if len(presets) > 1:
                 parts.append(str(result.preset))
             # Not those that the presets themselves set otherwise: the preset's name says it.
             like = (result.method, result.preset)
             alike = [other for r, other in zip(results, options, strict=True) if (r.method, r.preset) == like]
             parts += _apart(own, alike)
-        labels.append(" ".join(parts))
+        weight = "" if result.weight is None else write_weight(result.weight)
+        labels.append(_Label(result.method, weight, tuple(parts)))
     return labels
 
 

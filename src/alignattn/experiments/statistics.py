@@ -34,6 +34,11 @@ class Difference:
     verdict: str  # "better", "worse", "differs" where neither is good, or "cannot tell"
     more_seeds: int | None  # about how many more would tell; None: told already, cannot be said, or more than MOST
 
+    @property
+    def error(self) -> float:
+        """Standard error of the mean; NaN where it cannot be told."""
+        return abs(self.mean / self.effect) / math.sqrt(self.seeds) if self.effect else math.nan
+
     def in_words(self) -> str:
         """The verdict as a sentence."""
         if self.verdict != "cannot tell":

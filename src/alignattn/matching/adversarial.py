@@ -2,12 +2,15 @@
 
     L = E_q[ log D(q) ] + E_k[ log(1 - D(k)) ]
 
-D ascends; queries and keys descend. Zhang et al. 2021, section 2.3.1. D answers in logits and the logarithms are
-log-sigmoids: log(sigmoid(x)) is -inf in fp32 from x = -104 on, with a gradient of NaN.
+D ascends; queries and keys descend. Zhang et al. 2021, section 2.3.1. Or they descend the distance of their mean
+features in D (`matched="features"`, features.py), while D ascends the value as before.
+
+D answers in logits and the logarithms are log-sigmoids: log(sigmoid(x)) is -inf in fp32 from x = -104 on, with a
+gradient of NaN.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alignattn.errors import ShapeError, checked
+from alignattn.matching.features import feature_distance
 from alignattn.matching.matcher import Matcher, NetworkConfig
 from alignattn.matching.networks import Discriminator, reverse_gradient
 from alignattn.matching.tokens import (
@@ -65,8 +69,9 @@ class AdversarialConfig(NetworkConfig):
     discriminator: str = "highway"  # or "mlp": linear, ReLU, linear, which the paper's appendix also reports
     shared_gate: bool = False  # one linear layer as gate and transform of the highway, as the released code has it
     detach_query: bool = False  # only the keys move, as in the released code
+    matched: str = "value"  # what queries and keys descend: the game's value, or the distance of "features" in D
 
-    choices: ClassVar = {"discriminator": ("highway", "mlp")}
+    choices: ClassVar = {"discriminator": ("highway", "mlp"), "matched": ("value", "features")}
 
 
 class AdversarialMatcher(Matcher):
@@ -88,6 +93,10 @@ class AdversarialMatcher(Matcher):
             )
         }
 
+    def forward(self, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+        """As every matcher; queries are detached before they are brought onto a scale with the keys."""
+        return super().forward(query.detach() if self.config.detach_query else query, key, *rest)
+
     def losses(
         self,
         query: Float[Tensor, "l b h n d"],
@@ -96,12 +105,21 @@ class AdversarialMatcher(Matcher):
         key_mask: Bool[Tensor, "lb m"] | None,
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
-        if self.config.detach_query:
-            query = query.detach()
-        query_logits, key_logits = self.through("discriminator", names, query, key, around=reverse_gradient)
+        by_features = self.config.matched == "features"
+        shown = (query.detach(), key.detach()) if by_features else (query, key)  # to a discriminator that learns
+        query_logits, key_logits = self.through("discriminator", names, *shown, around=reverse_gradient)
         if self.told is not None:
             self.told["discriminator_accuracy"] = _accuracy(query_logits, key_logits, query_mask, key_mask)
-        return adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
+        value = adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
+        if not by_features:
+            return value
+        features = self.through("discriminator", names, query, key, call=_features)
+        distance = feature_distance(*features, query_mask=query_mask, key_mask=key_mask)
+        return distance + (value - value.detach())  # the value's gradient goes into the discriminator alone
+
+
+def _features(discriminator: Discriminator, tokens: Tensor, layers: Tensor | None) -> Tensor:
+    return discriminator.features(tokens, layers, fixed=True)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ where the method has any, are rows of one bank of weights. A matcher knows tenso
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -135,14 +135,15 @@ class Matcher(nn.Module):
         key: Float[Tensor, "l b h m d"],
         *,
         around: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        call: Callable[[Any, Tensor, Tensor | None], Tensor] = lambda network, tokens, layers: network(tokens, layers),
     ) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
-        """Queries and keys through one network of each layer, in one product."""
+        """Queries and keys through one network of each layer, in one product. `call` does what is asked of it."""
         width = query.shape[-1]
         bank = self.bank(names[0], width)
         layers = self._rows_of(names, width, bank, query.device)
         tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
         tokens = around(tokens.clamp(-FINITE_INPUT, FINITE_INPUT))
-        features = around(self.banks[bank][network](tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)
+        features = around(call(self.banks[bank][network], tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)
         parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
         shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
         return shaped[0], shaped[1]

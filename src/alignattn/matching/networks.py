@@ -60,9 +60,13 @@ class LayeredLinear(nn.Module):
         self.weight = nn.Parameter(torch.stack(weights))  # (layers, in, out)
         self.bias = nn.Parameter(torch.stack(biases))  # (layers, 1, out)
 
-    def forward(self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None) -> Float[Tensor, "l t o"]:
-        """`layers` says whose weights serve which slice; None when it is all of them in order."""
+    def forward(
+        self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool = False
+    ) -> Float[Tensor, "l t o"]:
+        """`layers` says whose weights serve which slice; None when it is all of them in order. `fixed`: no gradient."""
         weight, bias = self.weight.to(tokens), self.bias.to(tokens)
+        if fixed:
+            weight, bias = weight.detach(), bias.detach()
         if layers is not None:
             weight, bias = weight[layers], bias[layers]
         return torch.baddbmm(bias, tokens, weight)
@@ -94,14 +98,19 @@ class Discriminator(nn.Module):
     def forward(
         self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None
     ) -> Float[Tensor, "l t o"]:
-        if self.transform is not None:
-            transformed = self.transform(tokens, layers)
-            gate = torch.sigmoid(transformed if self.gate is None else self.gate(tokens, layers))
-            tokens = gate * F.relu(transformed) + (1 - gate) * tokens
-        hidden = self.first(tokens, layers)
-        hidden = F.leaky_relu(hidden, 0.01) if self.leaky else F.relu(hidden)
-        outputs: Tensor = self.second(hidden, layers)
+        outputs: Tensor = self.second(self.features(tokens, layers), layers)
         return outputs
+
+    def features(
+        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None, *, fixed: bool = False
+    ) -> Float[Tensor, "l t hidden"]:
+        """What the last layer is given. With `fixed` no gradient goes into the network."""
+        if self.transform is not None:
+            transformed = self.transform(tokens, layers, fixed=fixed)
+            gate = torch.sigmoid(transformed if self.gate is None else self.gate(tokens, layers, fixed=fixed))
+            tokens = gate * F.relu(transformed) + (1 - gate) * tokens
+        hidden = self.first(tokens, layers, fixed=fixed)
+        return F.leaky_relu(hidden, 0.01) if self.leaky else F.relu(hidden)
 
 
 class Navigator(nn.Module):

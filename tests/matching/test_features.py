@@ -1,0 +1,147 @@
+"""The distance of mean features, and the matcher that descends it."""
+
+import itertools
+
+import pytest
+import torch
+from problems import random_problem, right_padding
+
+from alignattn.config import resolve
+from alignattn.functional import adversarial, feature_distance
+from alignattn.matching.adversarial import AdversarialMatcher
+
+
+def by_loops(query, key, *, own):
+    """Of one problem: means over all pairs of different tokens, one by one."""
+    n, m = len(query), len(key)
+    if n < 2 or m < 2:
+        return 0.0
+    of_queries = [float(query[i] @ query[j]) for i, j in itertools.permutations(range(n), 2)]
+    of_keys = [float(key[i] @ key[j]) for i, j in itertools.permutations(range(m), 2)]
+    across = [float(query[i] @ key[j]) for i in range(n) for j in range(m) if i != j or own]
+    gap = sum(of_queries) / len(of_queries) + sum(of_keys) / len(of_keys) - 2 * sum(across) / len(across)
+    spread = sum(float(torch.var(side, 0, correction=0).sum()) for side in (query, key)) / 2
+    return gap / spread
+
+
+@pytest.mark.parametrize(("n", "m"), [(6, 7), (6, 6), (2, 9), (2, 2)])
+def test_it_is_the_mean_over_all_pairs_of_different_tokens(n, m):
+    query, key = random_problem(n=n, m=m)
+    value = feature_distance(query, key)
+    for b, h in itertools.product(range(3), range(2)):
+        assert value[b, h].item() == pytest.approx(by_loops(query[b, h], key[b, h], own=n != m), abs=1e-12)
+
+
+def test_padded_tokens_are_as_if_they_were_not_there():
+    query, key = random_problem(n=6, m=6)
+    mask = right_padding([6, 2, 4], 6)
+    value = feature_distance(query, key, query_mask=mask, key_mask=mask)
+    for b, length in enumerate([6, 2, 4]):
+        expected = by_loops(query[b, 0, :length], key[b, 0, :length], own=False)
+        assert value[b, 0].item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_neither_a_shift_nor_a_scale_of_all_features_changes_it():
+    query, key = random_problem(n=6, m=6)
+    torch.testing.assert_close(feature_distance(7 + 3 * query, 7 + 3 * key), feature_distance(query, key))
+
+
+def test_two_samples_of_one_distribution_are_at_zero_on_average_and_a_shifted_one_at_its_distance():
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(4000, 1, 8, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    apart = feature_distance(query, key)
+    assert apart.mean().abs() < 4 * apart.std() / 4000**0.5
+    # Over a variance that is 7/8 of 3 with 8 tokens: the distance of two points apart by one in each feature.
+    moved = feature_distance(query, key + 1)
+    assert moved.mean().item() == pytest.approx(3 / (3 * 7 / 8), rel=0.1)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 5), (5, 1), (1, 1)])
+def test_one_token_tells_nothing(n, m):
+    query, key = (t.requires_grad_() for t in random_problem(n=n, m=m))
+    value = feature_distance(query, key)
+    value.sum().backward()
+    assert not value.any() and not query.grad.any() and not key.grad.any()
+
+
+def test_features_that_are_all_one_give_zero_and_a_finite_gradient():
+    query = torch.ones(1, 1, 4, 3, requires_grad=True)
+    value = feature_distance(query, torch.ones(1, 1, 4, 3))
+    value.sum().backward()
+    assert value.item() == 0 and query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 4), (3, 5)])
+def test_the_gradient_agrees_with_finite_differences(n, m):
+    query, key = (t.requires_grad_() for t in random_problem(b=1, n=n, m=m, d=3))
+    assert torch.autograd.gradcheck(feature_distance, (query, key))
+
+
+# The matcher
+
+
+def matchers(**options):
+    """One that descends the value and one that descends the features, with the same discriminator."""
+    made = []
+    for matched in ("value", "features"):
+        config = resolve("gan", None, "stable", {"matched": matched, **options}).matcher
+        matcher = AdversarialMatcher(config)
+        matcher.ensure(["a", "b"], 5, torch.device("cpu"))
+        made.append(matcher.double())
+    return made
+
+
+def stacked():
+    query, key = random_problem(b=6, n=6, m=6)  # two layers of three samples
+    mask = right_padding([6, 3, 5], 6).expand(2, 3, 6)
+    return query.unflatten(0, (2, 3)).requires_grad_(), key.unflatten(0, (2, 3)).requires_grad_(), mask
+
+
+def test_the_discriminator_learns_what_it_learns_in_the_game_of_the_paper():
+    gradients = []
+    for matcher in matchers():
+        query, key, mask = stacked()
+        matcher(query, key, mask, mask, ["a", "b"]).mean().backward()
+        gradients.append([p.grad for p in matcher.parameters()])
+    assert all(g.abs().max() > 0 for g in gradients[0])
+    for of_value, of_features in zip(*gradients, strict=True):
+        torch.testing.assert_close(of_features, of_value)
+
+
+@pytest.mark.parametrize("discriminator", ["highway", "mlp"])
+def test_queries_and_keys_descend_the_distance_of_features_and_nothing_else(discriminator):
+    matcher = matchers(standardise=False, discriminator=discriminator)[1]
+    query, key, mask = stacked()
+    losses = matcher(query, key, mask, mask, ["a", "b"])
+    losses.sum().backward()
+    bank = matcher.banks[0]["discriminator"]
+    again = [t.detach().clone().requires_grad_() for t in (query, key)]
+    features = [
+        torch.stack([bank.features(t[i].reshape(1, -1, 5), torch.tensor([i])).reshape(3, 2, 6, -1) for i in range(2)])
+        for t in again
+    ]
+    masks = {"query_mask": mask.flatten(0, 1), "key_mask": mask.flatten(0, 1)}
+    expected = feature_distance(*(f.flatten(0, 1) for f in features), **masks)
+    torch.testing.assert_close(losses.flatten(0, 1), expected)
+    expected.sum().backward()
+    for tokens, other in zip((query, key), again, strict=True):
+        torch.testing.assert_close(tokens.grad, other.grad)
+
+
+def test_a_detached_query_stays_where_it_is():
+    matcher = matchers(detach_query=True)[1]
+    query, key, mask = stacked()
+    matcher(query, key, mask, mask, ["a", "b"]).sum().backward()
+    # Through the common scale and mean of both, the query would get a gradient, were it not detached before.
+    assert query.grad is None or not query.grad.any()
+    assert key.grad.abs().max() > 0
+
+
+def test_the_accuracy_is_told_of_what_the_discriminator_answers():
+    matcher = matchers(standardise=False)[1]
+    query, key, mask = stacked()
+    matcher.told = {}
+    matcher(query, key, mask, mask, ["a", "b"])
+    assert 0 <= matcher.told["discriminator_accuracy"] <= 1
+    logits = matcher.through("discriminator", ["a", "b"], query, key)
+    assert adversarial(*logits).shape == (6, 2)

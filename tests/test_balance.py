@@ -142,11 +142,9 @@ def test_gradients_of_nothing_leave_the_weight_as_it_was():
 
 
 def test_what_auto_cannot_see_is_refused_with_a_sentence(still, batch):
-    with pytest.raises(ConfigError, match="MultiheadAttention keeps its own to itself"):
-        alignattn.align(nn.TransformerEncoderLayer(16, 2), weight="auto")
     with pytest.raises(ConfigError, match="share must be a number > 0"):
         alignattn.Auto(0.0)
-    with pytest.raises(ConfigError, match="A weight is a number, auto, .* got 'automatic'"):
+    with pytest.raises(ConfigError, match=r"A weight is a number, auto, .* got 'automatic'"):
         alignattn.align(still, weight="automatic")
     with pytest.raises(ConfigError, match="needs adversary_optimizer='adam'"):
         alignattn.align(still, "gan", weight="auto", adversary_optimizer=None)
@@ -155,6 +153,96 @@ def test_what_auto_cannot_see_is_refused_with_a_sentence(still, batch):
     with pytest.raises(ConfigError, match="compiled code does not show"):
         alignment.loss()
     torch.compiler.reset()
+
+
+# nn.MultiheadAttention: what is matched are copies, and the gradients meet in the weights
+
+
+class Attending(nn.Module):
+    """One nn.MultiheadAttention, packed weights or not, with keys of its own or not."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, tokens):
+        others = tokens[..., : self.attention.kdim]
+        return self.attention(tokens, tokens if others.shape == tokens.shape else others, others, need_weights=False)[0]
+
+    def weights(self):
+        """Of queries and keys, as the module has them."""
+        if self.attention._qkv_same_embed_dim:
+            return [self.attention.in_proj_weight], lambda grads: grads[0][:16]
+        names = ("q_proj_weight", "k_proj_weight")
+        return [getattr(self.attention, name) for name in names], lambda grads: torch.cat([g.flatten() for g in grads])
+
+
+@pytest.mark.parametrize("generator", ["model", "projections"])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True}, {"kdim": 6, "vdim": 6}], ids=["packed", "extra", "apart"]
+)
+def test_copies_are_balanced_where_the_gradients_meet_in_the_weights(generator, options):
+    torch.manual_seed(0)
+    model, tokens = Attending(**options).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+    settings = {"recentre": False, "generator": generator, "cross": True}
+
+    def task():
+        return (model(tokens) - 1).square().mean()
+
+    alignment = alignattn.align(model, "mmd", weight=1.0, **settings)
+    weights, of_q_and_k = model.weights()
+    loss = task()
+    norms = [
+        of_q_and_k(torch.autograd.grad(one, weights, retain_graph=True)).norm() for one in (alignment.loss(), loss)
+    ]
+    alignment.detach()
+    alignment = alignattn.align(model, "mmd", weight="auto", **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    logs = []
+    for _ in range(3):
+        loss = task()
+        (loss + alignment.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logs.append(alignment.meter.read())
+    expected = float(0.1 * norms[1] / norms[0])
+    assert logs[0]["alignment_share"] == 0 and expected > 0
+    for entry in logs[1:]:
+        assert entry["alignment_share"] == pytest.approx(0.1, rel=1e-3)
+        assert entry["alignment_weight"] == pytest.approx(expected, rel=1e-3)
+    assert not any(weight._backward_hooks for weight in weights)  # nothing is left on the parameters
+
+
+def test_a_loss_that_is_dropped_leaves_no_hook_on_the_weights():
+    model = Attending()
+    alignment = alignattn.align(model, "mmd", weight="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for backward in (False, True):
+        loss = model(torch.randn(3, 5, 8)).square().mean() + alignment.loss()
+        if backward:
+            loss.backward()
+    optimizer.step()
+    assert not model.attention.in_proj_weight._backward_hooks
+    assert 0 < float(alignment._strength.balance.weight) < float("inf")
+
+
+def test_where_some_are_no_copies_those_decide(still, batch):
+    """A transformers model with an nn.MultiheadAttention in it: the share is that of the former's queries and keys."""
+    model = copy.deepcopy(still)
+    alignment = alignattn.align(model, "mmd", weight=0.7, reduction="sum", layers=-1)
+    model(**batch).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    expected = alignment.meter.read()["alignment_share"]
+    still.beside = Attending()
+    names = ["bert.encoder.layer.2.attention.self", "beside.attention"]
+    alignment = alignattn.align(still, "mmd", weight=0.7, reduction="sum", layers=names, add_to_outputs=False)
+    torch.manual_seed(0)
+    still.bert.encoder.register_forward_hook(lambda *_: [None for _ in still.beside(torch.randn(3, 5, 8))] and None)
+    (still(**batch).loss + alignment.loss()).backward()
+    torch.optim.SGD(still.parameters(), lr=0.0).step()
+    logs = alignment.meter.read()
+    assert "alignment/beside.attention" in logs
+    assert logs["alignment_share"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_summary_says_how_the_weight_is_chosen(still):

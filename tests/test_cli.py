@@ -19,6 +19,11 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.strip() == "False"
 
 
+def test_the_package_is_a_command_too():
+    done = subprocess.run([sys.executable, "-m", "alignattn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("alignattn ")
+
+
 def test_demo_trains_soft_attention_and_the_four_methods(capsys, tmp_path):
     assert cli.main(["demo", "--seeds", "1", "--steps", "2", "--workers", "1", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out

@@ -117,15 +117,13 @@ def test_one_bad_look_is_none():
             health.settle(torch.tensor(9.0 if look % 3 else 0.1), {})
 
 
-def test_copies_of_queries_and_keys_have_no_share_and_all_the_rest(encoder):
-    """nn.MultiheadAttention keeps its own to itself: the task's gradient does not meet what is matched."""
-    alignment = alignattn.align(encoder, "ct", weight=5.0)
+def test_copies_of_queries_and_keys_have_all_figures_too(encoder):
+    alignment = alignattn.align(encoder, "ct", weight=0.001)
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2 * PATIENCE):
-            (encoder(torch.randn(2, 5, 16)).square().mean() + alignment.loss()).backward()
+            (encoder(torch.randn(2, 5, 16))[..., 0].square().mean() + alignment.loss()).backward()
             optimizer.step()
     logs = alignment.meter.read()
-    assert "alignment_share" not in logs
-    assert {"alignment_mmd", "critic_gap"} <= set(logs)
+    assert {"alignment_share", "alignment_mmd", "critic_gap"} <= set(logs)

@@ -105,22 +105,16 @@ class Alignment:
         )
         self._recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
         try:
-            self._see_gradients(self._tap.sites)
+            # nn.MultiheadAttention keeps its queries and keys to itself: what is matched there are copies.
+            self._strength.balance.at_weights = all(
+                isinstance(site.module, nn.MultiheadAttention) for site in self._tap.sites
+            )
             _aligned.update(site.module for site in self._tap.sites)
             self._make_networks_ahead(model, [s for s in self._tap.sites if config.cross or not s.looks_cross])
         except BaseException:
             self.detach()
             raise
         return self
-
-    def _see_gradients(self, sites: list[Site]) -> None:
-        """nn.MultiheadAttention keeps its queries and keys to itself: what is matched there are copies."""
-        self._strength.sees_gradients = not any(isinstance(site.module, nn.MultiheadAttention) for site in sites)
-        if isinstance(self.config.weight, Auto) and not self._strength.sees_gradients:
-            raise ConfigError(
-                "weight='auto' compares gradients at queries and keys, and nn.MultiheadAttention keeps its own to "
-                "itself. Give a number, or leave those modules out with layers=."
-            )
 
     def _make_networks_ahead(self, model: nn.Module, sites: list[Site]) -> None:
         """Where the widths of all heads are known; otherwise the first forward pass tells."""
@@ -274,7 +268,7 @@ class Alignment:
         if strength.looks:
             watchers.append(strength.health)
         self.matcher.told = {} if strength.looks else None
-        balance = strength.balance if strength.looks and strength.sees_gradients else None
+        balance = strength.balance if strength.looks else None
         term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
         self._measure(weight)
         if self.adversary is not None:

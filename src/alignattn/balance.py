@@ -2,15 +2,21 @@
 
     share = weight · |gradient of alignment| / |gradient of the task|,    norms over all queries and keys of an update
 
-Looked at in every tenth update, by hooks on the tensors themselves, without waiting for the device. It tells whether
-alignment does nothing or eats the task; and with `weight="auto"` it is held at a target, so that one setting serves
-models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all processes.
+Where all that is matched are copies (nn.MultiheadAttention), the two meet in the weights of their projections, and
+the norms are over those. Looked at in every tenth update, by hooks on the tensors themselves, without waiting for the
+device. It tells whether alignment does nothing or eats the task; and with `weight="auto"` it is held at a target, so
+that one setting serves models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all
+processes.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture import Source
 from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import ConfigError
 from alignattn.processes import several
@@ -28,14 +34,16 @@ class Balance:
     def __init__(self, target: float | None = None) -> None:
         self.target = target
         self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
+        self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
+        self._handles: list[RemovableHandle] = []  # on parameters, which outlive a backward pass
 
-    def watch(self, tokens: Tensor, aligned: Tensor, *, before: Weight, behind: Weight) -> None:
+    def watch(self, tokens: Tensor, source: Source | None, aligned: Tensor, *, before: Weight, behind: Weight) -> None:
         """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
 
         What alignment in later layers does to these tokens, through what they give to them, counts as the task's.
         """
-        if not (tokens.requires_grad and aligned.requires_grad):
+        if not (tokens.requires_grad and aligned.requires_grad) or (source is not None) != self.at_weights:
             return
         _refuse_compiled(tokens, demanded=self.target is not None)
         own: list[Tensor] = []
@@ -44,21 +52,42 @@ class Balance:
         def both(total: Tensor | None) -> None:
             if own and total is not None:
                 gradient = own.pop()
+                if source is not None:
+                    gradient = source.gradient(gradient)
+                    total = source.rows(total, len(gradient))
                 self._add(_square(gradient / before), _square(total - gradient * behind))
 
-        tokens.register_hook(both)
+        self._meet(tokens, source, both)
 
-    def watch_apart(self, tokens: Tensor, gradient: Tensor, scale: float) -> None:
+    def watch_apart(
+        self, tokens: Tensor, source: Source | None, gradient: Tensor, scale: float, weight: Weight
+    ) -> None:
         """Alignment's gradient is known already, times `scale`, and does not go through `tokens`."""
-        if not tokens.requires_grad:
+        if not tokens.requires_grad or (source is not None) != self.at_weights:
             return
         _refuse_compiled(tokens, demanded=self.target is not None)
-        aligned = _square(gradient / scale)
+        gradient = gradient / scale if source is None else source.gradient(gradient / scale)
+        own = [_square(gradient)]
 
         def task(total: Tensor | None) -> None:
-            self._add(aligned, torch.zeros_like(aligned) if total is None else _square(total))
+            if not own:
+                return
+            aligned = own.pop()
+            if total is None:
+                self._add(aligned, torch.zeros_like(aligned))
+            elif source is None:
+                self._add(aligned, _square(total))
+            else:  # the weights get both
+                self._add(aligned, _square(source.rows(total, len(gradient)) - weight * gradient))
 
-        tokens.register_hook(task)
+        self._meet(tokens, source, task)
+
+    def _meet(self, tokens: Tensor, source: Source | None, told: Callable[[Tensor | None], None]) -> None:
+        """Be told the gradient where alignment's and the task's meet."""
+        if source is None:
+            tokens.register_hook(told)
+        elif source.weight.requires_grad:
+            self._handles.append(source.weight.register_hook(told))
 
     @torch.no_grad()
     def _add(self, aligned: Tensor, task: Tensor) -> None:
@@ -69,6 +98,9 @@ class Balance:
     def settle(self, weight: Weight, *, device: torch.device | None) -> Tensor | None:
         """An update that was looked at is over: the share that alignment had. Every process must call this together."""
         squares, self._squares = self._squares, None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         if several():
             squares = torch.zeros(2, device=device) if squares is None else squares
             dist.all_reduce(squares)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.balance import Balance, Weight
-from alignattn.capture import QueryKey
+from alignattn.capture import QueryKey, Source
 from alignattn.capture.hook import is_compiled_output
 from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
@@ -57,13 +57,16 @@ class Objective:
         elif not self.weighs_networks or balance is not None:
             before, behind = (weight, 1.0) if self.weighs_networks else (1.0, weight)
 
-            def weighed(tokens: Tensor) -> Tensor:
+            def weighed(tokens: Tensor, source: Source | None) -> Tensor:
                 aligned = _scale_gradient(tokens, behind)
                 if balance is not None:
-                    balance.watch(tokens, aligned, before=before, behind=behind)
+                    balance.watch(tokens, source, aligned, before=before, behind=behind)
                 return aligned
 
-            forwards = [[_moved(r, weighed(r.query), weighed(r.key)) for r in records] for records in forwards]
+            forwards = [
+                [_moved(r, weighed(r.query, r.query_source), weighed(r.key, r.key_source)) for r in records]
+                for records in forwards
+            ]
         total, parts = self.total(forwards, watchers)
         if self.weighs_networks:
             return weight * total, parts
@@ -155,10 +158,10 @@ def hand_to_projections(
             deliveries.append(gradient)
             factors.append((weight if objective.weighs_networks else 1.0) / scale)
     if balance is not None:  # from here on: the way back, above, calls hooks too
-        tokens = [tensor for _, record in flat for tensor in (record.query, record.key)]
-        for tensor, gradient in zip(tokens, gradients[: len(sources)], strict=True):
+        sides = [side for _, r in flat for side in ((r.query, r.query_source), (r.key, r.key_source))]
+        for (tensor, source), gradient in zip(sides, gradients[: len(sources)], strict=True):
             if gradient is not None:
-                balance.watch_apart(tensor, gradient, scale)
+                balance.watch_apart(tensor, source, gradient, scale, weight)
     term: Tensor = _Deliver.apply((weight * total).detach(), deliveries, factors, *targets)
     return term, parts
 

@@ -21,7 +21,6 @@ class Strength:
         # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
         self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
         self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None)
-        self.sees_gradients = True  # False where queries and keys are copies that the task's gradient never meets
         self.health = Health()
         self.looks = False  # at gradients and health, in the update under way
         self.set_clock(0)
@@ -58,7 +57,7 @@ class Strength:
         """The update is over; figures for the logs, if it was looked at. `told` are the matcher's own."""
         figures: dict[str, Tensor] = {}
         if self.looks:
-            share = self.balance.settle(self.weight(), device=device) if self.sees_gradients else None
+            share = self.balance.settle(self.weight(), device=device)
             figures = self.health.settle(share, told)
         self.looks = False
         self.set_clock(self.steps)

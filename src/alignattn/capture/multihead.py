@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture.hook import Hook, in_backward
-from alignattn.capture.querykey import AttentionCall, Projected, QueryKey, valid_keys
+from alignattn.capture.querykey import AttentionCall, Projected, QueryKey, Source, valid_keys
 from alignattn.capture.site import Site, Socket
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class MultiheadSocket(Socket):
                 name=self.sites[module].name,
                 # From a detached input, they are their own twins.
                 projected=(Projected(query, query), Projected(key, key)) if self.tap.projections else (),
+                query_source=_source(module, inputs[0], 0),
+                key_source=_source(module, inputs[1], 1),
             )
         )
 
@@ -168,6 +170,12 @@ def _project(module: nn.MultiheadAttention, tokens: Tensor, part: int) -> Tensor
         projected = torch.cat([projected, extra.expand(len(projected), 1, -1).to(projected.dtype)], 1)
     heads = projected.unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
     return F.pad(heads, (0, 0, 0, 1)) if part and module.add_zero_attn else heads
+
+
+def _source(module: nn.MultiheadAttention, tokens: Tensor, part: int) -> Source:
+    if module._qkv_same_embed_dim:
+        return Source(module.in_proj_weight, part * module.embed_dim, tokens.detach())
+    return Source((module.q_proj_weight, module.k_proj_weight)[part], 0, tokens.detach())
 
 
 def _bias(given: dict[str, Any], query: Tensor, key: Tensor) -> Tensor | None:

@@ -54,6 +54,27 @@ class Projected:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What copies of queries or keys were computed from: some rows of a weight, and the tokens it was applied to.
+
+    The task's gradient meets them there and nowhere after, as its own queries and keys are others.
+    """
+
+    weight: Tensor  # [rows, e], a parameter
+    start: int
+    tokens: Tensor  # [b, n, e]
+
+    def gradient(self, of_copies: Float[Tensor, "b h n d"]) -> Float[Tensor, "rows e"]:
+        """The gradient of those rows, from that of the copies."""
+        merged = of_copies[:, :, : self.tokens.shape[1]].transpose(1, 2).flatten(2)  # (b, n, rows): no extra tokens
+        return merged.flatten(0, 1).float().mT @ self.tokens.flatten(0, 1).float()
+
+    def rows(self, gradient: Float[Tensor, "all e"], count: int) -> Float[Tensor, "rows e"]:
+        """Those rows of the whole weight's gradient."""
+        return gradient[self.start : self.start + count].float()
+
+
+@dataclass(frozen=True)
 class QueryKey:
     """The queries and keys of one attention call, keys repeated to the heads of the queries. Checked when made."""
 
@@ -67,6 +88,8 @@ class QueryKey:
     call: int = 0  # how often this module had been called before in the same forward pass
     projected: tuple[Projected, ...] = ()
     key_output: Tensor | None = None  # what the key projection put out, where its bias may be shifted
+    query_source: Source | None = None  # where queries and keys are copies
+    key_source: Source | None = None
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):

@@ -213,6 +213,74 @@ def test_copies_are_balanced_where_the_gradients_meet_in_the_weights(generator, 
     assert not any(weight._backward_hooks for weight in weights)  # nothing is left on the parameters
 
 
+@pytest.mark.parametrize("factor", [1024.0, 0.25])
+@pytest.mark.parametrize("generator", ["model", "projections"])
+@pytest.mark.parametrize("kind", ["bert", "torch"])
+def test_a_factor_on_the_whole_loss_is_of_no_account(kind, generator, factor, still, batch):
+    """A gradient scaler's, or one over the number of batches that are accumulated."""
+    torch.manual_seed(0)
+    tokens = torch.randn(3, 5, 8)
+    first = still if kind == "bert" else Attending()
+    chosen = []
+    for by in (1.0, factor):
+        model = copy.deepcopy(first)
+        alignment = alignattn.align(model, "mmd", "auto", generator=generator, add_to_outputs=False, recentre=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            loss = model(**batch).loss if kind == "bert" else (model(tokens) - 1).square().mean()
+            ((loss + alignment.loss()) * by).backward()
+            optimizer.step()
+        chosen.append(float(alignment._strength.balance.weight))
+    assert chosen[1] == pytest.approx(chosen[0], rel=1e-3) and chosen[0] > 0
+
+
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_calls_that_share_a_weight_are_balanced_together(generator):
+    """Siamese passes: the task's gradient comes once for all, and alignment's parts add up as vectors."""
+    torch.manual_seed(0)
+    model, batches = Attending().double(), torch.randn(3, 3, 5, 8, dtype=torch.float64)
+    settings = {"recentre": False, "generator": generator}
+
+    def losses(alignment):
+        task = sum((model(tokens) - i).square().mean() for i, tokens in enumerate(batches))
+        return alignment.loss(), task
+
+    alignment = alignattn.align(model, "mmd", weight=1.0, **settings)
+    weight = model.attention.in_proj_weight
+    norms = [torch.autograd.grad(one, weight, retain_graph=True)[0][:16].norm() for one in losses(alignment)]
+    alignment.detach()
+    alignment = alignattn.align(model, "mmd", weight="auto", **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        sum(losses(alignment)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(alignment._strength.balance.weight) == pytest.approx(float(0.1 * norms[1] / norms[0]), rel=1e-3)
+
+
+def test_detached_in_the_middle_nothing_is_left_on_the_weights():
+    model = Attending()
+    alignment = alignattn.align(model, "mmd", weight=0.1)
+    (model(torch.randn(3, 5, 8)).square().mean() + alignment.loss()).backward()
+    alignment.detach()
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_auto_says_when_it_sees_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), Attending())
+    model[1].attention.in_proj_weight.requires_grad_(False)
+    alignment = alignattn.align(model, "mmd", weight="auto")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+    def train():
+        for _ in range(8):
+            (model(torch.randn(3, 5, 8)).square().mean() + alignment.loss()).backward()
+            optimizer.step()
+
+    with pytest.warns(alignattn.AlignmentWarning, match="sees no gradient"):
+        train()
+
+
 def test_a_loss_that_is_dropped_leaves_no_hook_on_the_weights():
     model = Attending()
     alignment = alignattn.align(model, "mmd", weight="auto")
@@ -237,8 +305,10 @@ def test_where_some_are_no_copies_those_decide(still, batch):
     names = ["bert.encoder.layer.2.attention.self", "beside.attention"]
     alignment = alignattn.align(still, "mmd", weight=0.7, reduction="sum", layers=names, add_to_outputs=False)
     torch.manual_seed(0)
-    still.bert.encoder.register_forward_hook(lambda *_: [None for _ in still.beside(torch.randn(3, 5, 8))] and None)
-    (still(**batch).loss + alignment.loss()).backward()
+    beside: list[torch.Tensor] = []
+    still.bert.encoder.register_forward_hook(lambda *_: beside.append(still.beside(torch.randn(3, 5, 8))))
+    task = still(**batch).loss
+    (task + beside[0].square().sum() + alignment.loss()).backward()
     torch.optim.SGD(still.parameters(), lr=0.0).step()
     logs = alignment.meter.read()
     assert "alignment/beside.attention" in logs

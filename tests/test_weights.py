@@ -30,7 +30,11 @@ def test_a_written_weight_reads_as_itself(weight):
     assert read_weight(write_weight(weight)) == weight
 
 
-@pytest.mark.parametrize("share", [0.03, 0.1, 2.0])
+@pytest.mark.parametrize("share", [0.03, 0.1, 2.0, 0.1234567, 1e-05])
 def test_a_chosen_weight_is_told_with_its_share(share):
     told = resolve("ot", alignattn.Auto(share), "stable", {}).told_weight
-    assert told == write_weight(told) == f"auto:{share:g}" and read_weight(told) == alignattn.Auto(share)
+    assert told == write_weight(told) and read_weight(told) == alignattn.Auto(share)
+
+
+def test_a_weight_among_the_options_is_read_as_well():
+    assert resolve("mmd", None, "stable", {"weight": "auto"}).weight == alignattn.Auto()

@@ -126,6 +126,7 @@ class Alignment:
 
     def detach(self) -> None:
         """The plain model again, with its attention, hooks, parameters and state dict as they were."""
+        self._strength.balance.forget()
         if self._tap is not None:
             _aligned.difference_update(site.module for site in self._tap.sites)
             self._tap.remove()

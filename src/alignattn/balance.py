@@ -36,7 +36,9 @@ class Balance:
         self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
-        self._handles: list[RemovableHandle] = []  # on parameters, which outlive a backward pass
+        # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
+        self._meetings: dict[tuple[int, int], list[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
 
     def watch(self, tokens: Tensor, source: Source | None, aligned: Tensor, *, before: Weight, behind: Weight) -> None:
         """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
@@ -46,48 +48,64 @@ class Balance:
         if not (tokens.requires_grad and aligned.requires_grad) or (source is not None) != self.at_weights:
             return
         _refuse_compiled(tokens, demanded=self.target is not None)
+        if source is not None:
+            met = self._meeting(source, before=before, behind=behind)
+            aligned.register_hook(lambda gradient: met.append(source.gradient(gradient)))
+            return
         own: list[Tensor] = []
         aligned.register_hook(own.append)
 
         def both(total: Tensor | None) -> None:
             if own and total is not None:
                 gradient = own.pop()
-                if source is not None:
-                    gradient = source.gradient(gradient)
-                    total = source.rows(total, len(gradient))
                 self._add(_square(gradient / before), _square(total - gradient * behind))
 
-        self._meet(tokens, source, both)
+        tokens.register_hook(both)
 
     def watch_apart(
-        self, tokens: Tensor, source: Source | None, gradient: Tensor, scale: float, weight: Weight
-    ) -> None:
-        """Alignment's gradient is known already, times `scale`, and does not go through `tokens`."""
+        self, tokens: Tensor, source: Source | None, gradient: Tensor, weight: Weight
+    ) -> Callable[[Tensor], None] | None:
+        """Alignment's gradient is known already, and does not go through `tokens`.
+
+        To be called when it is handed on, with the factor that the whole loss got on the way: a scaler's, say.
+        """
         if not tokens.requires_grad or (source is not None) != self.at_weights:
-            return
+            return None
         _refuse_compiled(tokens, demanded=self.target is not None)
-        gradient = gradient / scale if source is None else source.gradient(gradient / scale)
-        own = [_square(gradient)]
+        if source is not None:
+            met = self._meeting(source, before=1.0, behind=weight)
+            return lambda factor: met.append(source.gradient(gradient) * factor)
+        nothing = torch.zeros((), device=tokens.device)
+        tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
+        return lambda factor: self._add(_square(gradient * factor), nothing)
 
-        def task(total: Tensor | None) -> None:
-            if not own:
-                return
-            aligned = own.pop()
-            if total is None:
-                self._add(aligned, torch.zeros_like(aligned))
-            elif source is None:
-                self._add(aligned, _square(total))
-            else:  # the weights get both
-                self._add(aligned, _square(source.rows(total, len(gradient)) - weight * gradient))
+    def _meeting(self, source: Source, *, before: Weight, behind: Weight) -> list[Tensor]:
+        """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
 
-        self._meet(tokens, source, task)
+        One for all calls that share a weight: the task's gradient comes once, and alignment's parts add up.
+        """
+        key = id(source.weight), source.start
+        if key not in self._meetings:
+            parts = self._meetings[key] = []
 
-    def _meet(self, tokens: Tensor, source: Source | None, told: Callable[[Tensor | None], None]) -> None:
-        """Be told the gradient where alignment's and the task's meet."""
-        if source is None:
-            tokens.register_hook(told)
-        elif source.weight.requires_grad:
-            self._handles.append(source.weight.register_hook(told))
+            def both(total: Tensor | None) -> None:
+                if parts and total is not None:
+                    gradient = torch.stack(parts).sum(0)
+                    parts.clear()
+                    total = source.rows(total, len(gradient))
+                    self._add(_square(gradient / before), _square(total - gradient * behind))
+
+            if source.weight.requires_grad:
+                self._handles.append(source.weight.register_hook(both))
+        return self._meetings[key]
+
+    def forget(self) -> None:
+        """Leave nothing behind, on parameters least of all."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._meetings.clear()
+        self._squares = None
 
     @torch.no_grad()
     def _add(self, aligned: Tensor, task: Tensor) -> None:
@@ -97,10 +115,8 @@ class Balance:
     @torch.no_grad()
     def settle(self, weight: Weight, *, device: torch.device | None) -> Tensor | None:
         """An update that was looked at is over: the share that alignment had. Every process must call this together."""
-        squares, self._squares = self._squares, None
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        squares = self._squares
+        self.forget()
         if several():
             squares = torch.zeros(2, device=device) if squares is None else squares
             dist.all_reduce(squares)

@@ -120,14 +120,15 @@ def _compare(options: argparse.Namespace) -> int:
     from alignattn.results import read_all
 
     metrics = _names(options.metrics) if options.metrics else None
-    comparisons = compare.compare(read_all(options.results), metrics)
+    results = read_all(options.results)
+    print(tables.FORMATS[options.format](compare.compare(results, metrics)), end="")
     if options.frontier is not None:
-        _draw_frontier(comparisons, options.frontier, metrics)
-    print(tables.FORMATS[options.format](comparisons), end="")
+        shown = None if metrics is None else list(dict.fromkeys([*metrics, "mmd"]))
+        _draw_frontier(compare.compare(results, shown), options.frontier)
     return 0
 
 
-def _draw_frontier(comparisons: "Sequence[Comparison]", path: Path, metrics: list[str] | None) -> None:
+def _draw_frontier(comparisons: "Sequence[Comparison]", path: Path) -> None:
     """One picture, or one for each table that has a frontier, with the table's number behind the name."""
     from alignattn import plots
     from alignattn.experiments.frontier import frontier
@@ -135,7 +136,7 @@ def _draw_frontier(comparisons: "Sequence[Comparison]", path: Path, metrics: lis
     for number, comparison in enumerate(comparisons, 1):
         place = path if len(comparisons) == 1 else path.with_stem(f"{path.stem}-{number}")
         try:
-            plots.save(frontier(comparison, metrics), place)
+            plots.save(frontier(comparison), place)
         except DataError as error:
             if len(comparisons) == 1:
                 raise

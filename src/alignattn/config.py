@@ -123,7 +123,9 @@ def resolve(
             raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))
     values = dict(PRESETS[preset]["all"]) | dict(PRESETS[preset].get(name, {})) | dict(options)
     if weight is not None:
-        values["weight"] = read_weight(weight) if isinstance(weight, str) else weight
+        values["weight"] = weight
+    if isinstance(values.get("weight"), str):
+        values["weight"] = read_weight(values["weight"])
     if isinstance(method, Matcher):
         matcher = method.config
         values.setdefault("weight", 1.0)

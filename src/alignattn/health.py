@@ -4,6 +4,7 @@ Looked at in the updates in which gradients are (balance.py). A warning is given
 that nobody waits for the device, and once.
 """
 
+import math
 import warnings
 
 import torch
@@ -19,6 +20,10 @@ LOOKS_TO_MOVE = 20
 SAMPLES = 8  # of a batch, on which MMD is measured
 
 ADVICE = {
+    "blind": (
+        "weight='auto' sees no gradient of the task, or none of alignment, where queries and keys are made, and leaves "
+        "the weight as it is. Are their projections frozen? Give a number, or train them."
+    ),
     "eats": (
         "Alignment's gradient at queries and keys has been more than {:.0f} times the task's for a while: it eats the "
         "task. Lower the weight, or use weight='auto'."
@@ -41,11 +46,13 @@ ADVICE = {
 class Health:
     """Figures of one look after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, chooses: bool = False) -> None:
+        self._chooses = chooses  # the weight, from the share
         self._mmd: list[Tensor] = []  # of the update under way
         self._last: dict[str, Tensor] = {}  # of the look before
         self._in_a_row: dict[str, int] = dict.fromkeys(ADVICE, 0)
         self._first_mmd: float | None = None
+        self._blind = False  # no gradient came in the look before
         self._looks = 0
 
     @torch.no_grad()
@@ -62,6 +69,7 @@ class Health:
         """The figures of this look, for the logs; `told` are the matcher's own; no `share` where it cannot be seen."""
         self._warn()
         figures = dict(told) if share is None else {"alignment_share": share, **told}
+        self._blind = self._chooses and share is None
         if self._mmd:
             device = self._mmd[0].device
             figures["alignment_mmd"] = torch.stack([value.to(device) for value in self._mmd]).mean()
@@ -70,7 +78,7 @@ class Health:
         return figures
 
     def _warn(self) -> None:
-        if not self._last:
+        if not self._last and not self._blind:
             return
         values = {name: float(value) for name, value in self._last.items()}
         self._looks += 1
@@ -78,6 +86,7 @@ class Health:
         self._first_mmd = distance if self._first_mmd is None else self._first_mmd
         accuracy = values.get("discriminator_accuracy", 0.75)
         now = {
+            "blind": self._chooses and (self._blind or math.isnan(values.get("alignment_share", 0.0))),
             "eats": values.get("alignment_share", 0.0) > EATING,
             "still": self._looks >= LOOKS_TO_MOVE and distance > 0.95 * self._first_mmd > 0,
             "behind": accuracy < BEHIND,

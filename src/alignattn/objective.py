@@ -7,7 +7,7 @@ forward pass, then the mean over passes.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -157,12 +157,13 @@ def hand_to_projections(
             targets.append(parameter)
             deliveries.append(gradient)
             factors.append((weight if objective.weighs_networks else 1.0) / scale)
+    told: list[Callable[[Tensor], None] | None] = []
     if balance is not None:  # from here on: the way back, above, calls hooks too
         sides = [side for _, r in flat for side in ((r.query, r.query_source), (r.key, r.key_source))]
         for (tensor, source), gradient in zip(sides, gradients[: len(sources)], strict=True):
             if gradient is not None:
-                balance.watch_apart(tensor, source, gradient, scale, weight)
-    term: Tensor = _Deliver.apply((weight * total).detach(), deliveries, factors, *targets)
+                told.append(balance.watch_apart(tensor, source, gradient / scale, weight))
+    term: Tensor = _Deliver.apply((weight * total).detach(), deliveries, factors, told, *targets)
     return term, parts
 
 
@@ -198,20 +199,30 @@ class _Deliver(torch.autograd.Function):
     """A number whose backward hands each target the gradient that was computed for it before."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], factors: list[Weight], *targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        gradients: list[Tensor],
+        factors: list[Weight],
+        told: list[Callable[[Tensor], None] | None],
+        *targets: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(*gradients)  # freed by the backward, however long the loss is kept
-        ctx.factors = factors
+        ctx.factors, ctx.told = factors, told
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        for tell in filter(None, ctx.told):
+            tell(outer[0])
+        ctx.told = []
         # In fp32 at least: a gradient scaler's factor alone may be more than fp16 can hold.
         handed = (
             (g.to(torch.promote_types(g.dtype, torch.float32)) * (outer[0] * f)).to(g.dtype)
             for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True)
         )
-        return None, None, None, *handed
+        return None, None, None, None, *handed
 
 
 class _ScaleGradient(torch.autograd.Function):

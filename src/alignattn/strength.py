@@ -21,7 +21,7 @@ class Strength:
         # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
         self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
         self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None)
-        self.health = Health()
+        self.health = Health(chooses=self.balance.target is not None)
         self.looks = False  # at gradients and health, in the update under way
         self.set_clock(0)
 

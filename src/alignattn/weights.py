@@ -38,7 +38,7 @@ class Auto:
 
     def __str__(self) -> str:
         """As a recipe or a command has it."""
-        return f"auto:{self.share:g}"
+        return f"auto:{write_weight(self.share)}"
 
 
 def read_weight(text: str) -> float | Auto:

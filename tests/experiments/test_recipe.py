@@ -100,6 +100,7 @@ def test_runs_are_methods_by_weights_by_seeds_and_soft_has_no_weight(write):
         ('task = "digits"\n[train]\nsteps=1\n[align]\nmethods = ["ct", "ct"]', "names one twice"),
         ('task = "digits"\n[train]\nsteps=1\n[align]\nweights = [-1]', "weight must be"),
         ('task = "digits"\n[train]\nsteps=1\n[align]\nweights = ["atuo"]', "A weight is a number, auto, or auto:0.1"),
+        ('task = "digits"\n[train]\nsteps=1\n[align]\nweights = ["auto", "auto:0.1"]', "names one twice: auto:0.1"),
         ('task = "digits"\n[train]\nsteps=1\n[align]\nramp = 0.1\nweights = ["auto"]', "ramp is for weights that are"),
         ('task = "digits"\n[train]\nsteps=1\n[align]\npreset = "stabel"', "Did you mean 'stable'"),
         ('task = "digits"\n[train]\nsteps=1\n[align.options]\ngenrator = "x"', "Did you mean 'generator'"),

@@ -158,6 +158,7 @@ def test_the_weight_can_be_chosen_while_training(files, finetune, tmp_path):
     assert result.weight == "auto:0.2" and result.alignment["weight"] == {"share": 0.2}
     first, second = (entry[2] for entry in result.details["curve"])
     assert first == 0 and second != 0 and "--weight auto:0.2" in result.command
+    assert result.details["figures"]["alignment_weight"][0] == 0 < result.details["figures"]["alignment_weight"][1]
 
 
 def test_method_none_is_a_plain_trainer_run_to_the_bit(files, finetune, tmp_path, encoder):

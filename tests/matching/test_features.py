@@ -7,7 +7,7 @@ import torch
 from problems import random_problem, right_padding
 
 from alignattn.config import resolve
-from alignattn.functional import adversarial, feature_distance
+from alignattn.functional import feature_distance
 from alignattn.matching.adversarial import AdversarialMatcher
 
 
@@ -20,8 +20,9 @@ def by_loops(query, key, *, own):
     of_keys = [float(key[i] @ key[j]) for i, j in itertools.permutations(range(m), 2)]
     across = [float(query[i] @ key[j]) for i in range(n) for j in range(m) if i != j or own]
     gap = sum(of_queries) / len(of_queries) + sum(of_keys) / len(of_keys) - 2 * sum(across) / len(across)
-    spread = sum(float(torch.var(side, 0, correction=0).sum()) for side in (query, key)) / 2
-    return gap / spread
+    middle = (query.mean(0) + key.mean(0)) / 2
+    variance = sum(float((side - middle).square().sum(-1).mean()) for side in (query, key)) / 2
+    return gap / variance
 
 
 @pytest.mark.parametrize(("n", "m"), [(6, 7), (6, 6), (2, 9), (2, 2)])
@@ -51,9 +52,10 @@ def test_two_samples_of_one_distribution_are_at_zero_on_average_and_a_shifted_on
     query, key = (torch.randn(4000, 1, 8, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     apart = feature_distance(query, key)
     assert apart.mean().abs() < 4 * apart.std() / 4000**0.5
-    # Over a variance that is 7/8 of 3 with 8 tokens: the distance of two points apart by one in each feature.
+    # The squared distance of points apart by one in each of three features, over their variance: 7/8 of 3 within each
+    # side with 8 tokens, and a quarter of the squared distance of the means, 3 and twice 3/8 of noise.
     moved = feature_distance(query, key + 1)
-    assert moved.mean().item() == pytest.approx(3 / (3 * 7 / 8), rel=0.1)
+    assert moved.mean().item() == pytest.approx(3 / (3 * 7 / 8 + (3 + 2 * 3 / 8) / 4), rel=0.05)
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 5), (5, 1), (1, 1)])
@@ -64,11 +66,32 @@ def test_one_token_tells_nothing(n, m):
     assert not value.any() and not query.grad.any() and not key.grad.any()
 
 
-def test_features_that_are_all_one_give_zero_and_a_finite_gradient():
-    query = torch.ones(1, 1, 4, 3, requires_grad=True)
-    value = feature_distance(query, torch.ones(1, 1, 4, 3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("point", [0.0, 0.1, 1e6])
+def test_features_that_are_all_one_give_zero_and_no_gradient(dtype, point):
+    query, key = (torch.full((1, 1, 10, 3), point, dtype=dtype, requires_grad=True) for _ in range(2))
+    value = feature_distance(query, key)
     value.sum().backward()
-    assert value.item() == 0 and query.grad.isfinite().all()
+    assert value.item() == 0 and not query.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_points_are_as_far_apart_as_can_be(dtype):
+    """A blank image, say: all queries one, all keys one. No rounding may pass for their variance."""
+    query = torch.full((1, 1, 10, 4), 0.1, dtype=dtype, requires_grad=True)
+    value = feature_distance(query, torch.full((1, 1, 10, 4), 0.7, dtype=dtype))
+    value.sum().backward()
+    assert value.item() == pytest.approx(4, rel=1e-4) and query.grad.abs().max() < 1
+
+
+def test_masks_that_differ_leave_out_the_own_pairs_that_are_there():
+    query, key = random_problem(b=1, h=1, n=6, m=6)
+    mask = right_padding([3], 6)
+    value = feature_distance(query, key, query_mask=mask)
+    few, many = query[0, 0, :3], key[0, 0]
+    middle = (few.mean(0) + many.mean(0)) / 2
+    assert value.item() == pytest.approx(by_loops(few - middle, many - middle, own=False), abs=1e-12)
+    torch.testing.assert_close(feature_distance(query + 9, key + 9, query_mask=mask), value)
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 4), (3, 5)])
@@ -142,6 +165,10 @@ def test_the_accuracy_is_told_of_what_the_discriminator_answers():
     query, key, mask = stacked()
     matcher.told = {}
     matcher(query, key, mask, mask, ["a", "b"])
-    assert 0 <= matcher.told["discriminator_accuracy"] <= 1
-    logits = matcher.through("discriminator", ["a", "b"], query, key)
-    assert adversarial(*logits).shape == (6, 2)
+    of_queries, of_keys = matcher.through("discriminator", ["a", "b"], query, key)
+    right = []
+    for logits, sign in ((of_queries, 1), (of_keys, -1)):
+        for sample, valid in enumerate(mask.flatten(0, 1).sum(-1).tolist()):
+            right.append((sign * logits[sample, :, :valid, 0] > 0).double().mean())
+    assert 0 < sum(right) < len(right)
+    assert matcher.told["discriminator_accuracy"].item() == pytest.approx(float(sum(right) / len(right)), abs=1e-6)

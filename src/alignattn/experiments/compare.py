@@ -17,7 +17,7 @@ from alignattn.experiments.paper import PaperValue, paper_value
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.statistics import Difference, holm, paired
 from alignattn.results import METRICS, Metric, Result
-from alignattn.weights import write_weight
+from alignattn.weights import Auto, read_weight, write_weight
 
 DERIVED = ("step_ratio",)  # made here, of two results
 
@@ -140,7 +140,7 @@ def _rows(
         rows.append(
             Row(
                 label=label.text(),
-                series=label.text(weight=False),
+                series=label.series(),
                 method=result.method,
                 preset=result.preset,
                 weight=result.weight,
@@ -210,9 +210,9 @@ def _age(result: Result) -> tuple[str, str]:
 def _order(result: Result) -> tuple[Any, ...]:
     methods = (SOFT, *METHODS)
     place = methods.index(result.method) if result.method in methods else len(methods)
-    number = 0.0 if isinstance(result.weight, str) else result.weight or 0.0
-    chosen = result.weight if isinstance(result.weight, str) else ""  # behind the numbers
-    return place, result.method, result.preset or "", chosen, number, _kind(result)
+    weight = read_weight(result.weight) if isinstance(result.weight, str) else result.weight or 0.0
+    number = weight.share if isinstance(weight, Auto) else weight
+    return place, result.method, result.preset or "", isinstance(weight, Auto), number, _kind(result)
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,12 @@ class _Label:
     weight: str
     options: tuple[str, ...] = ()
 
-    def text(self, *, weight: bool = True) -> str:
-        return " ".join(filter(None, (self.method, self.weight if weight else "", *self.options)))
+    def text(self) -> str:
+        return " ".join(filter(None, (self.method, self.weight, *self.options)))
+
+    def series(self) -> str:
+        chosen = "auto" if self.weight.startswith("auto") else ""
+        return " ".join(filter(None, (self.method, chosen, *self.options)))
 
 
 def _labels(results: list[Result]) -> list[_Label]:

@@ -1,7 +1,8 @@
 """The frontier: how far apart keys and queries are against how good the model is, weight by weight, as a picture.
 
 A panel a metric. Soft attention is the grey line; a point stands at its mean plus the paired difference, with one
-standard error of that difference. Points of one method with the same options are joined in the order of their weights.
+standard error of that difference. Points of one method with the same options are joined in the order of their weights,
+or of their shares where the weight is chosen while training.
 """
 
 import math
@@ -32,7 +33,7 @@ TICKS = (*(-(10**k) for k in (3, 2, 1, 0)), 0, *(n * 10**k for k in range(5) for
 class Point:
     """One kind of attention in one panel."""
 
-    weight: str
+    weight: str  # or its share, where it is chosen while training
     distance: float
     value: float
     error: float  # of the difference to soft attention; NaN with too few seeds
@@ -47,23 +48,24 @@ def series(comparison: Comparison, name: str) -> dict[str, list[Point]]:
             continue
         value = _soft(comparison, name) + cell.difference.mean
         if math.isfinite(value) and math.isfinite(distance.mean):
-            point = Point(write_weight(row.weight), distance.mean, value, cell.difference.error)
+            weight = write_weight(row.weight).removeprefix("auto:")
+            point = Point(weight, distance.mean, value, cell.difference.error)
             found.setdefault(row.series, []).append(point)
     return found
 
 
-def frontier(comparison: Comparison, metrics: Sequence[str] | None = None) -> "Figure":
-    """Draw a comparison that has soft attention and the MMD of keys and queries; `metrics` are its own by default."""
+def frontier(comparison: Comparison) -> "Figure":
+    """Draw a comparison that has soft attention and the MMD of keys and queries, a panel for each other metric."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise AlignmentError("The frontier needs matplotlib: pip install 'alignattn[plot]'") from error
-    names = [n for n in metrics or comparison.metrics if not n.startswith(DISTANCE) and n not in DERIVED]
+    names = [n for n in comparison.metrics if not n.startswith(DISTANCE) and n not in DERIVED]
     panels = {name: found for name in names if (found := series(comparison, name))}
     if not panels:
         raise DataError(
-            f"{comparison.name}: there is no frontier to draw. It needs soft attention, aligned runs of the same seeds "
-            f"and the metric {DISTANCE!r} of both."
+            f"{comparison.name}: there is no frontier to draw. It needs soft attention, aligned runs of the same "
+            f"seeds, and the metric {DISTANCE!r} of both beside another."
         )
     columns = min(COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -85,7 +87,7 @@ def frontier(comparison: Comparison, metrics: Sequence[str] | None = None) -> "F
 def _draw(axis: "Axes", comparison: Comparison, name: str, found: dict[str, list[Point]], styles: Any) -> None:
     for label, points in found.items():
         x, y = [p.distance for p in points], [p.value for p in points]
-        bars = [0.0 if math.isnan(p.error) else p.error for p in points]
+        bars = [p.error for p in points]  # none is drawn where there is none
         axis.errorbar(x, y, bars, label=label, linewidth=1, markersize=4, capsize=2, elinewidth=0.7, **styles[label])
         for point in points:
             place = (point.distance, point.value)

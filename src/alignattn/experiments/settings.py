@@ -7,6 +7,7 @@ from typing import Any
 
 from alignattn.config import METHODS, PRESETS, AlignmentConfig, resolve
 from alignattn.errors import ConfigError, unknown
+from alignattn.weights import read_weight
 
 SOFT = "soft"
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -80,9 +81,10 @@ class AlignSettings:
         for method in self.methods:
             if method not in (SOFT, *METHODS):
                 raise unknown("method", method, (SOFT, *METHODS))
-        for name in ("methods", "weights"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ConfigError(f"align.{name} names one twice: {', '.join(map(str, getattr(self, name)))}.")
+        weights = [read_weight(weight) if isinstance(weight, str) else weight for weight in self.weights]
+        for name, values in (("methods", self.methods), ("weights", weights)):
+            if len(set(values)) < len(values):
+                raise ConfigError(f"align.{name} names one twice: {', '.join(map(str, values))}.")
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)
         if not 0 <= self.ramp <= 1:

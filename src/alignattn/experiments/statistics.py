@@ -33,11 +33,7 @@ class Difference:
     effect: float  # mean over deviation of the differences (Cohen's d_z); NaN where there is no deviation
     verdict: str  # "better", "worse", "differs" where neither is good, or "cannot tell"
     more_seeds: int | None  # about how many more would tell; None: told already, cannot be said, or more than MOST
-
-    @property
-    def error(self) -> float:
-        """Standard error of the mean; NaN where it cannot be told."""
-        return abs(self.mean / self.effect) / math.sqrt(self.seeds) if self.effect else math.nan
+    error: float = math.nan  # standard error of the mean; NaN with fewer than three seeds
 
     def in_words(self) -> str:
         """The verdict as a sentence."""
@@ -67,18 +63,19 @@ def paired(values: Sequence[float], baseline: Sequence[float], higher_is_better:
         return Difference(count, mean, nan, nan, nan, nan, "cannot tell", None)
     noise = ROUNDING * max(abs(float(value)) for value in (*values, *baseline))
     if largest <= noise:  # equal but for rounding
-        return Difference(count, 0.0, 0.0, 0.0, 1.0, nan, "cannot tell", None)
+        return Difference(count, 0.0, 0.0, 0.0, 1.0, nan, "cannot tell", None, 0.0)
     deviation = float(np.std(scaled if centre > 0 else -scaled[::-1], ddof=1))
     if deviation <= math.ldexp(noise, -exponent) < abs(centre):  # every seed differs by the same
-        return Difference(count, mean, mean, mean, 0.0, nan, _verdict(mean, higher_is_better), None)
+        return Difference(count, mean, mean, mean, 0.0, nan, _verdict(mean, higher_is_better), None, 0.0)
     effect = centre / deviation
+    error = math.ldexp(deviation / math.sqrt(count), exponent)
     p = float(2 * stats.t.sf(abs(effect) * math.sqrt(count), count - 1))
     low, high = (math.ldexp(end, exponent) for end in _bootstrap(scaled))
     if p < LEVEL:
-        return Difference(count, mean, low, high, p, effect, _verdict(mean, higher_is_better), None)
+        return Difference(count, mean, low, high, p, effect, _verdict(mean, higher_is_better), None, error)
     needed = seeds_needed(effect)
     more = None if needed is None else max(1, needed - count)
-    return Difference(count, mean, low, high, p, effect, "cannot tell", more)
+    return Difference(count, mean, low, high, p, effect, "cannot tell", more, error)
 
 
 def seeds_needed(effect: float) -> int | None:

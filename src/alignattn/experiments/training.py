@@ -9,7 +9,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from alignattn.alignment import Alignment, align
 from alignattn.errors import ConfigError, NonFiniteError
 from alignattn.experiments import provenance
+from alignattn.experiments.course import Course
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, Task
 from alignattn.results import Result
@@ -99,26 +100,7 @@ class Trained:
 
     task: Task
     model: nn.Module
-    course: "Course"
-
-
-@dataclass
-class Course:
-    """How a training went."""
-
-    curve: list[tuple[int, float, float]] = field(default_factory=list)  # step, task's loss, alignment's, weighted
-    figures: list[dict[str, float]] = field(default_factory=list)  # what logs show of the alignment, look by look
-    seconds: float = 0.0
-    step_seconds: float = 0.0  # median
-
-    def details(self) -> dict[str, Any]:
-        """For a result file."""
-        told = {"curve": [[step, round(task, 5), round(align, 5)] for step, task, align in self.curve]}
-        names = dict.fromkeys(name for one in self.figures for name in one if "/" not in name)  # not layer by layer
-        if not names:
-            return told
-        rows = {name: [_rounded(one.get(name, math.nan)) for one in self.figures] for name in names}
-        return {**told, "figures": rows}
+    course: Course
 
 
 def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | None = None) -> Trained:
@@ -206,7 +188,7 @@ def _loop(
             course.curve.append((step, *_finite(step, loss, term)))  # waits for the device: now is a true time
             now = time.perf_counter()
             if alignment is not None:
-                course.figures.append(alignment.meter.read())
+                course.tell(alignment.meter.read())
             laps.append((now - lap) / done)
             lap = now
             progress(done)
@@ -230,11 +212,6 @@ def _finite(step: int, loss: Tensor, term: Tensor) -> tuple[float, float]:
         if not math.isfinite(value):
             raise NonFiniteError(f"At step {step} {name} is {value}.")
     return values[0], values[1]
-
-
-def _rounded(value: float) -> float:
-    """To five digits that count."""
-    return float(f"{value:.5g}")
 
 
 def _told(error: Exception) -> str:

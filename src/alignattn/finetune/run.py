@@ -16,6 +16,7 @@ from alignattn import results
 from alignattn.alignment import Alignment, align
 from alignattn.errors import AlignmentError, DataError
 from alignattn.experiments import provenance
+from alignattn.experiments.course import Course
 from alignattn.experiments.settings import SOFT
 from alignattn.finetune.folder import Folder
 from alignattn.finetune.model import load_model
@@ -111,14 +112,16 @@ def _train_and_measure(plan: Plan, folder: Folder, trainer: Any, alignment: Alig
     if alignment is not None:
         alignment.detach()
     scores = _evaluate(plan, trainer)
-    curve = [
-        [entry["step"], round(entry.get("task_loss", entry["loss"]), 5), round(entry.get("alignment_loss", 0.0), 5)]
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
+    course = Course()
+    for entry in trainer.state.log_history:
+        if "loss" in entry:
+            losses = entry.get("task_loss", entry["loss"]), entry.get("alignment_loss", 0.0)
+            course.curve.append((entry["step"], *losses))
+            if alignment is not None:
+                course.tell(entry)
     return {
         "metrics": scores.metrics,
-        "details": {**scores.details, "curve": curve, "rows_cut": list(plan.cut)},
+        "details": {**scores.details, **course.details(), "rows_cut": list(plan.cut)},
         "times": {"train": round(trained - start, 4), "evaluate": round(time.perf_counter() - trained, 4)},
     }
 

@@ -41,8 +41,8 @@ def table(*rows, metrics=("accuracy",), **changes):
     return Comparison(**(values | changes))
 
 
-def difference(mean=1.0, low=0.5, high=1.5, p=0.01, effect=2.0, verdict="better", more=None, seeds=3):
-    return Difference(seeds, mean, low, high, p, effect, verdict, more)
+def difference(mean=1.0, low=0.5, high=1.5, p=0.01, effect=2.0, verdict="better", more=None, seeds=3, error=0.125):
+    return Difference(seeds, mean, low, high, p, effect, verdict, more, error)
 
 
 SOFT = row("soft", accuracy=Cell(80.0, 1.0, 3, PaperValue(86.5, None)), ece=Cell(9.5, 0.25, 3))
@@ -277,6 +277,7 @@ def test_json_has_everything():
             "effect": 4.0,
             "verdict": "better",
             "more_seeds": None,
+            "error": 0.125,
         },
         "p_holm": 0.0408,
     }

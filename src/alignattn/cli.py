@@ -61,15 +61,29 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if options.recipe is None:
         raise AlignmentError("Which recipe? `alignattn run --list` names those that come with it.")
-    from alignattn.experiments import runner, training
+    from alignattn.experiments import runner
 
-    recipe = recipes.load(options.recipe, _overrides(options))
-    place = training.Place(options.data_dir, options.device, options.threads, _command(options))
     if options.dry_run:
-        return _dry_run(recipe, place, options)
-    plan = runner.sweep(recipe, place, options.out)
+        return _dry_run(*_recipe_and_place(options), options)
+    plan = runner.sweep(*_recipe_and_place(options), options.out)
     outcome = runner.carry_out(plan, _executor(options))
     return _report(outcome, plan)
+
+
+def plan_of(arguments: Sequence[str]) -> "Sweep":
+    """The sweep that `alignattn run` would carry out."""
+    from alignattn.experiments import runner
+
+    options = _parser().parse_args(arguments)
+    return runner.sweep(*_recipe_and_place(options), options.out)
+
+
+def _recipe_and_place(options: argparse.Namespace) -> tuple["Recipe", "Place"]:
+    from alignattn.experiments import recipe as recipes
+    from alignattn.experiments import training
+
+    recipe = recipes.load(options.recipe, _overrides(options))
+    return recipe, training.Place(options.data_dir, options.device, options.threads, _command(options))
 
 
 def _dry_run(recipe: "Recipe", place: "Place", options: argparse.Namespace) -> int:

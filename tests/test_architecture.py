@@ -84,7 +84,7 @@ ALLOWED = {
     "report": {"results", "plots"},
     "plots": {"results"},
 }
-ON_TOP = {"__init__", "__main__", "cli", "demo", "experiments", "finetune"}  # may import everything below them
+ON_TOP = {"__init__", "__main__", "bench", "cli", "demo", "experiments", "finetune"}  # may import everything below them
 
 
 def part_of(file: Path) -> str:

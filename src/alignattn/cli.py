@@ -14,6 +14,7 @@ from alignattn.finetune import command as finetune_command
 from alignattn.weights import read_weight, write_weight
 
 if TYPE_CHECKING:
+    from alignattn.bench.row import Row
     from alignattn.experiments.compare import Comparison
     from alignattn.experiments.recipe import Recipe
     from alignattn.experiments.runner import Executor, Outcome, Sweep
@@ -163,6 +164,34 @@ def _finetune(options: argparse.Namespace) -> int:
     return finetune_command.carry_out(options, print)
 
 
+def _bench(options: argparse.Namespace) -> int:
+    from alignattn.bench import command, report
+    from alignattn.experiments.training import Place
+
+    device = Place(device=options.device).torch_device()
+    chosen = {name: getattr(options, name) for name in ("parts", "methods") if getattr(options, name)}
+    plan = command.Plan(device, quick=options.quick, compiled=options.compile, rounds=options.rounds, **chosen)
+    rows: list[Row] = []
+    for case in command.measure(plan):
+        rows += case
+        print(report.text(case), flush=True)
+        report.write(
+            options.out, rows, device, _typed(options)
+        )  # what is measured is kept, whatever happens to the rest
+    print(f"Figures: {options.out}")
+    return 0
+
+
+def _typed(options: argparse.Namespace) -> str:
+    """The command, for the file: where it is written is left out."""
+    parts = ["alignattn", "bench"]
+    parts += [f"--{name}" for name in ("quick", "compile") if getattr(options, name)]
+    for name in ("parts", "methods"):
+        if getattr(options, name):
+            parts += [f"--{name}", ",".join(getattr(options, name))]
+    return " ".join(parts + (["--rounds", str(options.rounds)] if options.rounds else []))
+
+
 def _executor(options: argparse.Namespace) -> "Executor":
     if options.ray is not None:
         from alignattn.experiments.cluster import ray_cluster
@@ -265,6 +294,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     finetune.set_defaults(handler=_finetune)
     finetune_command.add_options(finetune)
+
+    bench = commands.add_parser("bench", help="what alignment costs on this machine, beside soft attention and peers")
+    bench.set_defaults(handler=_bench)
+    bench.add_argument("--quick", action="store_true", help="small models, a minute on two cores")
+    bench.add_argument("--parts", type=_names, help="of step, length, layers, sinkhorn, inference (default: all)")
+    bench.add_argument("--methods", type=_names, help="of gan,ot,ct,mmd (default: all)")
+    bench.add_argument("--compile", action="store_true", help="whole steps under torch.compile")
+    bench.add_argument("--rounds", type=_at_least_one, help="how often each is timed")
+    bench.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: an accelerator if there is one)")
+    bench.add_argument("--out", type=Path, default=Path("runs/bench.json"), help="file to write (default: %(default)s)")
 
     compare = commands.add_parser("compare", help="set results beside soft attention and the paper, with a verdict")
     compare.set_defaults(handler=_compare)

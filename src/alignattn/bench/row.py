@@ -1,0 +1,66 @@
+"""One measurement."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from alignattn.bench.clock import Timing, side_by_side
+from alignattn.bench.memory import peak
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one candidate took in one case; `ratio` and `memory_ratio` are to the first candidate of the case."""
+
+    part: str  # of the benchmark
+    case: str
+    name: str
+    timing: Timing | None = None
+    memory: int | None = None  # bytes, the most at once
+    memory_ratio: float | None = None
+    failed: str | None = None  # why there is no figure
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measured(
+    part: str,
+    case: str,
+    candidates: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int,
+    failed: Mapping[str, str] | None = None,
+    details: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Row]:
+    """Time and memory of all candidates. One that runs out of memory is told of, and left out."""
+    lost = dict(failed or {})
+    fit: dict[str, Callable[[], object]] = {}
+    memory: dict[str, int] = {}
+    for name, call in candidates.items():
+        try:
+            call()
+            memory[name] = peak(call, device)
+            fit[name] = call
+        except torch.OutOfMemoryError:
+            lost[name] = "out of memory"
+            torch.cuda.empty_cache()
+    timings = side_by_side(fit, device, rounds=rounds) if fit else {}
+    first = next(iter(candidates), "")
+    rows = []
+    for name in [*candidates, *(n for n in lost if n not in candidates)]:
+        base = memory.get(first)
+        rows.append(
+            Row(
+                part,
+                case,
+                name,
+                timings.get(name),
+                memory.get(name),
+                memory[name] / base if name in memory and base else None,
+                lost.get(name),
+                dict((details or {}).get(name, {})),
+            )
+        )
+    return rows

@@ -1,0 +1,69 @@
+"""Whole training steps, of a model with soft attention, with each method, and with each as one would first write it.
+
+And models of more and more layers; and models in evaluation, attached and plain.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from alignattn.alignment import Alignment, align
+from alignattn.bench import straightforward
+from alignattn.bench.row import Row, measured
+from alignattn.bench.workload import Shape, autocast, make_batch, make_model, training_step
+
+LAYERS = (2, 4, 8, 16)
+
+
+def whole_steps(
+    shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int, compiled: bool = False
+) -> list[Row]:
+    """Forward, backward and optimizer, alignment included; memory beyond weights and the optimizer's state."""
+    candidates = _candidates(shape, methods, device, naive=not compiled, compiled=compiled)
+    return measured("step", f"{shape}{', compiled' if compiled else ''}", candidates, device, rounds=rounds)
+
+
+def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
+    """The same, in models of more and more layers."""
+    for layers in LAYERS:
+        deeper = replace(shape, layers=layers)
+        candidates = _candidates(deeper, methods, device, naive=False, compiled=False)
+        yield measured("layers", f"{deeper}, {layers} layers", candidates, device, rounds=rounds)
+
+
+def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> list[Row]:
+    """A model in evaluation mode, plain and attached."""
+    batch = make_batch(shape, device)
+    calls: dict[str, Callable[[], object]] = {}
+
+    def evaluated(model: torch.nn.Module) -> object:
+        with torch.no_grad(), autocast(device, shape.precision):
+            return model(**batch)
+
+    kept: list[Alignment] = []
+    for name in ("soft", *methods):
+        model = make_model(shape, device)
+        if name != "soft":
+            kept.append(align(model, name))
+        calls[name] = partial(evaluated, model.eval())
+    return measured("inference", str(shape), calls, device, rounds=rounds)
+
+
+def _candidates(
+    shape: Shape, methods: Sequence[str], device: torch.device, *, naive: bool, compiled: bool
+) -> dict[str, Callable[[], object]]:
+    batch = make_batch(shape, device)
+    found: dict[str, Callable[[], object]] = {}
+    for name in ("soft", *methods):
+        model = make_model(shape, device)
+        if name != "soft":
+            align(model, name)
+        called = torch.compile(model) if compiled else model
+        found[name] = training_step(called, batch, shape.precision)  # type: ignore[arg-type]
+    for name in methods if naive else ():
+        model = make_model(shape, device)
+        term = straightforward.attach(model, name, weight=0.1, mask=batch["attention_mask"])
+        found[f"{name}, straightforward"] = training_step(model, batch, shape.precision, term)
+    return found

@@ -1,0 +1,71 @@
+"""`alignattn bench`, as it is typed."""
+
+import json
+
+import pytest
+import torch
+
+from alignattn import cli
+from alignattn.bench import peers
+from alignattn.bench.workload import Shape, make_batch, make_model, training_step
+
+
+def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    arguments = ["--quick", "--parts", "step,inference", "--methods", "mmd", "--rounds", "2", "--device", "cpu"]
+    assert cli.main(["bench", *arguments, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "Whole training steps: small, 4 × 64, fp32" in printed and "mmd, straightforward" in printed
+    told = json.loads(out.read_text())
+    assert told["command"] == "alignattn bench --quick --parts step,inference --methods mmd --rounds 2"
+    assert {"versions", "commit", "machine", "schema"} <= told.keys()
+    names = [(row["part"], row["name"]) for row in told["rows"]]
+    assert names == [
+        *(("step", name) for name in ("soft", "mmd", "mmd, straightforward")),
+        *(("inference", name) for name in ("soft", "mmd")),
+    ]
+    for row in told["rows"]:
+        timing = row["timing"]
+        assert 0 < timing["low"] <= timing["median"] <= timing["high"] and timing["rounds"] == 2
+        assert row["memory"] > 0 and row["failed"] is None
+    first = told["rows"][0]
+    assert first["timing"]["ratio"] == 1.0 and first["memory_ratio"] == 1.0
+    of_inference = [row["memory"] for row in told["rows"] if row["part"] == "inference"]
+    assert of_inference[0] == of_inference[1]  # an attached model in evaluation takes not a byte more
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--parts", "stp"], "step"),
+        (["--methods", "sinkhorn"], "gan"),
+        (["--device", "cuda:x"], "Unknown device"),
+    ],
+)
+def test_what_is_unknown_is_told(arguments, told, tmp_path, capsys):
+    assert cli.main(["bench", *arguments, "--out", str(tmp_path / "b.json")]) == 1
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_all_solve_the_same_problems_to_the_same_error():
+    """The values, with the fewest iterations that are enough, agree with long runs in double precision."""
+    (rows,) = peers.sinkhorn(torch.device("cpu"), quick=True, rounds=1)
+    assert [row.name for row in rows] == ["alignattn", "geomloss", "POT"]
+    for row in rows:
+        assert row.failed is None and 0 < row.details["marginal_error"] <= peers.TARGET
+
+
+def test_a_step_is_one_of_plain_training():
+    """What is timed as soft attention is torch's own training, weight for weight."""
+    shape = Shape("tiny", 1, 16, 2, 4, 8, "fp32")
+    batch = make_batch(shape, torch.device("cpu"))
+    timed, plain = make_model(shape, torch.device("cpu")), make_model(shape, torch.device("cpu"))
+    torch.manual_seed(0)
+    training_step(timed, batch, "fp32")()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-5)
+    torch.manual_seed(0)
+    plain(**batch).loss.backward()
+    optimizer.step()
+    for one, other in zip(timed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,74 @@
+"""Times are told from a clock that the test turns itself."""
+
+import pytest
+import torch
+
+from alignattn.bench import clock
+from alignattn.bench.memory import peak
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Seconds that candidates let pass."""
+    passed = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: passed[0])
+    return passed
+
+
+def taking(now, seconds):
+    calls = []
+
+    def call():
+        taken = seconds[min(len(calls), len(seconds) - 1)]
+        calls.append(taken)
+        now[0] += taken
+
+    return call, calls
+
+
+def test_median_quartiles_and_the_ratio_within_rounds(now):
+    """While the machine is slow both are slow: the ratio of medians would be told wrong."""
+    first, _ = taking(now, [1.0] * 2 + [1.0, 1.0, 10.0, 10.0, 10.0])  # one to warm up, one to see how long it takes
+    second, _ = taking(now, [9.0] * 2 + [2.0, 2.0, 20.0, 20.0, 20.0])
+    told = clock.side_by_side({"first": first, "second": second}, CPU, rounds=5, warmup=1)
+    assert (told["first"].median, told["second"].median) == (10.0, 20.0)
+    assert (told["first"].ratio, told["second"].ratio, told["second"].rounds) == (1.0, 2.0, 5)
+    assert (told["second"].low, told["second"].high) == (2.0, 20.0)
+
+
+def test_short_calls_are_repeated_and_told_a_call(now):
+    short, calls = taking(now, [1e-4])
+    told = clock.side_by_side({"short": short}, CPU, rounds=3, warmup=1)
+    assert told["short"].median == pytest.approx(1e-4)
+    assert len(calls) == 2 + 3 * 20  # two milliseconds at once
+
+
+def test_each_is_first_in_its_turn(now):
+    order = []
+
+    def named(name):
+        def call():
+            order.append(name)
+            now[0] += 1.0
+
+        return call
+
+    clock.side_by_side({name: named(name) for name in "abc"}, CPU, rounds=3, warmup=0)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_peak_memory_is_what_lives_at_once(capfd):
+    """Four megabytes each: three are alive together, a fourth comes when two have gone."""
+    x = torch.ones(1000, 1000)
+
+    def call():
+        a = x.clone()
+        b = a.clone()
+        c = b.clone()
+        del a, b
+        return c.clone()
+
+    assert peak(call, CPU) == 12_000_000
+    assert "profiler" not in capfd.readouterr().err

@@ -294,7 +294,7 @@ def test_restarting_positions_without_a_packing_mask_are_one_problem_a_row(bert,
         layer.attention.self.train()
         layer.attention.self.dropout.p = 0.0
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(3, 7)
-    alignment = alignattn.align(bert, "mmd", weight=1.0, layers=0, without_own=False)
+    alignment = alignattn.align(bert, "mmd", weight=1.0, layers=0, without_own=False, bandwidth="median")
     bert(input_ids=batch["input_ids"], position_ids=positions)
     hidden = bert.bert.embeddings(input_ids=batch["input_ids"], position_ids=positions)
     attention = bert.bert.encoder.layer[0].attention.self

@@ -29,7 +29,7 @@ from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataErro
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Watcher, hand_to_projections
+from alignattn.objective import Objective, Watcher
 from alignattn.passes import Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
@@ -263,14 +263,13 @@ class Alignment:
             for record in (record for records in forwards for record in records):
                 self._recentring.look(record)
             watchers.append(self._recentring)
-        objective = hand_to_projections if self.config.generator == "projections" else Objective.__call__
         strength = self._strength
         strength.begin()
         if strength.looks:
             watchers.append(strength.health)
-        self.matcher.told = {} if strength.looks else None
+        self.matcher.asked = strength.looks
         balance = strength.balance if strength.looks else None
-        term, self.parts = objective(self.objective, forwards, weight, watchers, balance)
+        term, self.parts = self.objective(forwards, weight, watchers, balance)
         self._measure(weight)
         if self.adversary is not None:
             self.adversary.due = True
@@ -300,7 +299,7 @@ class Alignment:
         if self._recentring is not None and surely:
             self._recentring.close(first=self._strength.closed == 0)
         device = next((part.device for part in self.parts.values()), None)
-        figures = self._strength.advance(self.matcher.told or {}, device)
+        figures = self._strength.advance(self.matcher.figures(), device)
         if figures:
             self.meter.add(tuple(figures), torch.stack([value.to(device).float() for value in figures.values()]))
 

@@ -40,46 +40,36 @@ class Balance:
         self._meetings: dict[tuple[int, int], list[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, tokens: Tensor, source: Source | None, aligned: Tensor, *, before: Weight, behind: Weight) -> None:
-        """`aligned` is `tokens` on their way into the loss; their gradient is weighed before or behind it.
-
-        What alignment in later layers does to these tokens, through what they give to them, counts as the task's.
-        """
-        if not (tokens.requires_grad and aligned.requires_grad) or (source is not None) != self.at_weights:
-            return
-        _refuse_compiled(tokens, demanded=self.target is not None)
-        if source is not None:
-            met = self._meeting(source, before=before, behind=behind)
-            aligned.register_hook(lambda gradient: met.append(source.gradient(gradient)))
-            return
-        own: list[Tensor] = []
-        aligned.register_hook(own.append)
-
-        def both(total: Tensor | None) -> None:
-            if own and total is not None:
-                gradient = own.pop()
-                self._add(_square(gradient / before), _square(total - gradient * behind))
-
-        tokens.register_hook(both)
-
-    def watch_apart(
-        self, tokens: Tensor, source: Source | None, gradient: Tensor, weight: Weight
+    def watch(
+        self, tokens: Tensor, source: Source | None, gradient: Tensor, weight: Weight, *, through: bool
     ) -> Callable[[Tensor], None] | None:
-        """Alignment's gradient is known already, and does not go through `tokens`.
+        """Alignment's gradient of these tokens is known already; `through`: it also goes through them, weighed.
 
-        To be called when it is handed on, with the factor that the whole loss got on the way: a scaler's, say.
+        What is returned must be called when it is handed on, with the factor that the whole loss got on the way: a
+        scaler's, say. What alignment in later layers does to these tokens, through what they give to them, counts as
+        the task's.
         """
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
         _refuse_compiled(tokens, demanded=self.target is not None)
         if source is not None:
-            met = self._meeting(source, before=1.0, behind=weight)
+            met = self._meeting(source, weight)
             return lambda factor: met.append(source.gradient(gradient) * factor)
-        nothing = torch.zeros((), device=tokens.device)
-        tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
-        return lambda factor: self._add(_square(gradient * factor), nothing)
+        if not through:
+            nothing = torch.zeros((), device=tokens.device)
+            tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
+            return lambda factor: self._add(_square(gradient * factor), nothing)
+        own: list[Tensor] = []
 
-    def _meeting(self, source: Source, *, before: Weight, behind: Weight) -> list[Tensor]:
+        def both(total: Tensor | None) -> None:
+            if own and total is not None:
+                aligned = own.pop()
+                self._add(_square(aligned), _square(total - aligned * weight))
+
+        tokens.register_hook(both)
+        return lambda factor: own.append(gradient * factor)
+
+    def _meeting(self, source: Source, weight: Weight) -> list[Tensor]:
         """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
 
         One for all calls that share a weight: the task's gradient comes once, and alignment's parts add up.
@@ -93,7 +83,7 @@ class Balance:
                     gradient = torch.stack(parts).sum(0)
                     parts.clear()
                     total = source.rows(total, len(gradient))
-                    self._add(_square(gradient / before), _square(total - gradient * behind))
+                    self._add(_square(gradient), _square(total - gradient * weight))
 
             if source.weight.requires_grad:
                 self._handles.append(source.weight.register_hook(both))

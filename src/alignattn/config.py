@@ -47,7 +47,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "weight": 1.0,
         },
         "ct": {"weight": 0.3, "adversary_rate": 1e-2},
-        "mmd": {"weight": 1.0, "without_own": True},
+        "mmd": {"weight": 1.0, "without_own": True, "bandwidth": "mean"},
     },
 }
 

@@ -163,7 +163,7 @@ def test_a_detached_query_stays_where_it_is():
 def test_the_accuracy_is_told_of_what_the_discriminator_answers():
     matcher = matchers(standardise=False)[1]
     query, key, mask = stacked()
-    matcher.told = {}
+    matcher.asked = True
     matcher(query, key, mask, mask, ["a", "b"])
     of_queries, of_keys = matcher.through("discriminator", ["a", "b"], query, key)
     right = []
@@ -171,4 +171,4 @@ def test_the_accuracy_is_told_of_what_the_discriminator_answers():
         for sample, valid in enumerate(mask.flatten(0, 1).sum(-1).tolist()):
             right.append((sign * logits[sample, :, :valid, 0] > 0).double().mean())
     assert 0 < sum(right) < len(right)
-    assert matcher.told["discriminator_accuracy"].item() == pytest.approx(float(sum(right) / len(right)), abs=1e-6)
+    assert matcher.figures()["discriminator_accuracy"].item() == pytest.approx(float(sum(right) / len(right)), abs=1e-6)

@@ -76,9 +76,10 @@ class LayerLoss(nn.Module):
     def _mmd(self, query: Tensor, key: Tensor, weight: Tensor, count: Tensor) -> Tensor:
         pooled, both = torch.cat([query, key], 2), torch.cat([weight, weight], 2)
         squares = _squared_distances(pooled, pooled)
-        upper = torch.ones_like(squares[0, 0], dtype=torch.bool).triu(1) & (both[..., None] * both[..., None, :] > 0)
-        chosen = squares.detach().masked_fill(~upper, torch.nan).flatten(2)
-        bandwidth = (chosen.nanmedian(-1).values - (-chosen).nanmedian(-1).values) / 2
+        pooled_count = 2 * count
+        mean = (pooled * both[..., None]).sum(2, keepdim=True) / pooled_count[..., None, None]
+        spread = ((pooled - mean).square().sum(-1) * both).sum(-1)
+        bandwidth = (2 * spread / (pooled_count - 1)).detach()  # the mean of |x-y|² over distinct pairs
         kernel = torch.exp(-squares / bandwidth[..., None, None]) * (both[..., None] * both[..., None, :])
         n = query.shape[2]
         off = 1 - torch.eye(n, device=query.device)

@@ -78,6 +78,7 @@ class AdversarialMatcher(Matcher):
     """One discriminator a layer, shared by its heads."""
 
     config: AdversarialConfig
+    separable = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator]:
         config = self.config
@@ -108,8 +109,9 @@ class AdversarialMatcher(Matcher):
         by_features = self.config.matched == "features"
         shown = (query.detach(), key.detach()) if by_features else (query, key)  # to a discriminator that learns
         query_logits, key_logits = self.through("discriminator", names, *shown, around=reverse_gradient)
-        if self.told is not None:
-            self.told["discriminator_accuracy"] = _accuracy(query_logits, key_logits, query_mask, key_mask)
+        if self.asked:
+            accuracy = _accuracy(query_logits, key_logits, query_mask, key_mask)
+            self.tell("discriminator_accuracy", accuracy, len(query_logits))
         value = adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
         if not by_features:
             return value

@@ -122,6 +122,7 @@ class ConditionalMatcher(Matcher):
     """One critic and one navigator a layer, shared by its heads."""
 
     config: ConditionalConfig
+    separable = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator | Navigator]:
         hidden, out = self.config.hidden_width, self.config.feature_width
@@ -142,8 +143,8 @@ class ConditionalMatcher(Matcher):
         around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
         critics = self.through("critic", names, query, key, around=reverse_gradient)
         navigators = self.through("navigator", names, query, key, around=around)
-        if self.told is not None:
-            self.told["critic_gap"] = _critic_gap(critics, query_mask, key_mask)
+        if self.asked:
+            self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
         if config.normalise_navigator:
             navigators = direction(navigators[0]), direction(navigators[1])
         if config.transported == "heads":

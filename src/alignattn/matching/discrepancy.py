@@ -269,6 +269,7 @@ class DiscrepancyMatcher(Matcher):
     """MMD has nothing to learn: queries and keys descend it."""
 
     config: DiscrepancyConfig
+    separable = True
 
     def losses(
         self,

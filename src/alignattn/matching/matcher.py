@@ -56,6 +56,8 @@ class NetworkConfig(MatcherConfig):
 class Matcher(nn.Module):
     """Base of the four methods. Subclasses give `losses`, and `networks` if they have any."""
 
+    separable: ClassVar[bool] = False  # samples and layers know nothing of each other, and may be matched apart
+
     def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -63,7 +65,8 @@ class Matcher(nn.Module):
         self.banks = nn.ModuleList()  # one ModuleDict of networks for each set of layers that appeared together
         self.rows: dict[tuple[str, int], tuple[int, int]] = {}  # (layer, head width) -> bank, row in it
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self.told: dict[str, Tensor] | None = None  # figures for the logs go here, while they are asked for
+        self.asked = False  # for figures that logs show
+        self._told: dict[str, list[tuple[Tensor, int]]] = {}
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
         """The networks of these layers; none for methods without."""
@@ -90,6 +93,19 @@ class Matcher(nn.Module):
             self.banks.append(nn.ModuleDict(dict(networks)).to("cpu" if device.type == "meta" else device))
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
+
+    def tell(self, name: str, value: Tensor, problems: int) -> None:
+        """A figure for the logs, the mean over so many problems."""
+        self._told.setdefault(name, []).append((value, problems))
+
+    def figures(self) -> dict[str, Tensor]:
+        """What was told since the last time, over all problems."""
+        told, self._told = self._told, {}
+        return {
+            name: sum((value.to(parts[0][0].device) * count for value, count in parts), start=torch.zeros(()))
+            / sum(count for _, count in parts)
+            for name, parts in told.items()
+        }
 
     def counted(self, mask: Tensor | None) -> Tensor | None:
         """The mask, where padding is told from tokens at all."""

@@ -26,8 +26,11 @@ def opaque(name: str, *, like: Callable[..., R]) -> Callable[[Callable[P, R]], C
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            chosen = operator if torch.compiler.is_compiling() else undifferentiated
-            result: R = chosen(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                return undifferentiated(*args, **kwargs)
+            # `like` tells strides too: of contiguous inputs all functions here make contiguous outputs.
+            plain = [arg.contiguous() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            result: R = operator(*plain, **kwargs)
             return result
 
         return call

@@ -162,6 +162,7 @@ class TransportMatcher(Matcher):
     """Optimal transport has nothing to learn: queries and keys descend the cost of the plan between them."""
 
     config: TransportConfig
+    separable = True
 
     def losses(
         self,

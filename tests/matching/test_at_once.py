@@ -1,0 +1,87 @@
+"""Matching differentiated piece by piece, against autograd over the whole."""
+
+import pytest
+import torch
+
+from alignattn.config import METHODS, resolve
+from alignattn.matching import at_once
+from alignattn.matching.matcher import Matcher, MatcherConfig
+
+LAYERS, SAMPLES, HEADS, N, M, WIDTH = 2, 5, 3, 9, 7, 4
+
+
+def problems(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(LAYERS, SAMPLES, HEADS, N, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    key = torch.randn(LAYERS, SAMPLES, HEADS, M, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    query_mask = torch.rand(LAYERS, SAMPLES, N, generator=generator) < 0.8
+    key_mask = torch.rand(LAYERS, SAMPLES, M, generator=generator) < 0.8
+    key_mask[0, 1] = False  # a sample with no key at all
+    outer = torch.randn(LAYERS, SAMPLES, HEADS, generator=generator)
+    return query, key, query_mask, key_mask, outer
+
+
+def matcher_of(method, preset):
+    matcher = METHODS[method][0](resolve(method, None, preset, {}).matcher)
+    matcher.ensure(["a", "b"], WIDTH, torch.device("cpu"))
+    return matcher
+
+
+@pytest.mark.parametrize("preset", ["stable", "paper"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2 * LAYERS * HEADS * (N + M) * WIDTH, 2**30])  # one sample at a time, two, all
+def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, monkeypatch):
+    monkeypatch.setitem(at_once.PIECE, "cpu", size)
+    matcher = matcher_of(method, preset)
+    query, key, query_mask, key_mask, outer = problems()
+    pieces = at_once._pieces(matcher, query, key)
+    assert len(pieces) == {1: SAMPLES, 2**30: 1}.get(size, 3)
+
+    leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]
+    losses = matcher(*leaves, query_mask, key_mask, ["a", "b"])
+    expected = torch.autograd.grad(losses, [*leaves, *matcher.parameters()], outer.to(losses))
+    found = at_once.differentiate(matcher, query, key, query_mask, key_mask, ["a", "b"], outer)
+    for told, truth in zip((found.losses, found.query, found.key), (losses, *expected[:2]), strict=True):
+        torch.testing.assert_close(told, truth.detach(), rtol=1e-9, atol=1e-12)
+    for told, truth in zip(found.networks, expected[2:], strict=True):  # the networks are in single precision
+        torch.testing.assert_close(told, truth, rtol=1e-4, atol=1e-6)
+    assert found.query.abs().max() > 0
+    assert all(p.grad is None for p in matcher.parameters())  # nothing is left where nobody asked for it
+
+
+def test_a_matching_of_ones_own_is_not_cut_up(monkeypatch):
+    """It may look at all samples at once."""
+    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+
+    class AcrossSamples(Matcher):
+        def losses(self, query, key, query_mask, key_mask, names):
+            return (query.mean() - key.mean()).square().expand(query.shape[0] * query.shape[1], query.shape[2])
+
+    matcher = AcrossSamples(MatcherConfig())
+    matcher.ensure(["a", "b"], WIDTH, torch.device("cpu"))
+    query, key, *_ = problems()
+    found = at_once.differentiate(matcher, query, key, None, None, ["a", "b"], torch.ones(LAYERS, SAMPLES, HEADS))
+    gap = query.mean() - key.mean()
+    torch.testing.assert_close(found.losses, gap.square().expand_as(found.losses))
+    count = LAYERS * SAMPLES * HEADS
+    torch.testing.assert_close(found.query, (2 * gap * count / query.numel()).expand_as(query))
+
+
+@pytest.mark.parametrize("method", ["gan", "mmd"])
+def test_what_is_not_wanted_is_not_computed(method):
+    matcher = matcher_of(method, "stable")
+    query, key, query_mask, key_mask, outer = problems()
+    found = at_once.differentiate(
+        matcher, query, key, query_mask, key_mask, ["a", "b"], outer, of_query=False, of_key=False
+    )
+    assert found.query is None and found.key is None
+    assert all(gradient is not None for gradient in found.networks)
+    assert len(found.networks) == (8 if method == "gan" else 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_have_the_precision_of_what_they_are_of(method):
+    matcher = matcher_of(method, "stable")
+    query, key, query_mask, key_mask, outer = problems(torch.float16)
+    found = at_once.differentiate(matcher, query, key, query_mask, key_mask, ["a", "b"], outer)
+    assert found.query.dtype == found.key.dtype == torch.float16 and found.losses.dtype == torch.float32

@@ -10,7 +10,7 @@ import alignattn
 from alignattn import balance
 from alignattn.errors import AlignmentWarning
 from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, Health
-from alignattn.matching.matcher import standardise
+from alignattn.matching.scale import standardise
 
 
 @pytest.fixture(autouse=True)

@@ -394,7 +394,7 @@ def test_queries_are_the_last_of_the_keys_where_a_prefix_comes_first():
 
 def test_common_scale_is_of_the_valid_tokens_and_its_gradient_neither_shifts_nor_scales():
     """What shifts and scales leave as it is has a gradient across both: its sum and its product with q, k vanish."""
-    from alignattn.matching.matcher import standardise
+    from alignattn.matching.scale import standardise
 
     query, key = torch.randn(2, 1, 5, 3, requires_grad=True), (torch.randn(2, 1, 6, 3) + 2).requires_grad_()
     mask = torch.tensor([[True] * 3 + [False] * 2, [True] * 5])

@@ -193,7 +193,7 @@ def test_many_tokens_agree_with_a_matrix_in_memory(cost):
 
 def test_three_iterations_are_enough_at_the_scale_of_the_data():
     """What preset "stable" does: clouds on a common scale, as wide as heads are, apart by as much as they are wide."""
-    from alignattn.matching.matcher import standardise
+    from alignattn.matching.scale import standardise
 
     query, key = random_problem(b=4, h=4, n=50, m=50, d=32)
     query, key = standardise(query, key + 0.5, None, None)

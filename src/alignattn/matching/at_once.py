@@ -16,7 +16,7 @@ from alignattn.matching.matcher import Matcher
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
 # wants few launches.
 PIECE = {"cpu": 2**19}
-LARGEST_PIECE = 2**28
+LARGEST_PIECE = 2**26
 
 
 @dataclass(frozen=True)

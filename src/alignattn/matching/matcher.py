@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alignattn.errors import ConfigError, unknown
+from alignattn.matching.scale import standardise
 from alignattn.matching.tokens import blank_padding, full_precision
 
 FINITE_INPUT = (
@@ -127,10 +128,11 @@ class Matcher(nn.Module):
         """One loss per problem, for `l` calls made by the layers `names`."""
         layers, samples = query.shape[:2]
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
-        blanked = [blank_padding(t.flatten(0, 1), m) for t, m in zip((query, key), masks, strict=True)]
         if self.config.standardise:
-            blanked = list(standardise(blanked[0], blanked[1], masks[0], masks[1]))
-        query, key = (t.unflatten(0, (layers, samples)) for t in blanked)
+            ready = standardise(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
+        else:
+            ready = (blank_padding(query.flatten(0, 1), masks[0]), blank_padding(key.flatten(0, 1), masks[1]))
+        query, key = (t.unflatten(0, (layers, samples)) for t in ready)
         losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
         return losses
 
@@ -158,33 +160,10 @@ class Matcher(nn.Module):
         bank = self.bank(names[0], width)
         layers = self._rows_of(names, width, bank, query.device)
         tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
-        tokens = around(tokens.clamp(-FINITE_INPUT, FINITE_INPUT))
+        if not self.config.standardise:  # which bounds them already
+            tokens = tokens.clamp(-FINITE_INPUT, FINITE_INPUT)
+        tokens = around(tokens)
         features = around(call(self.banks[bank][network], tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)
         parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
         shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
         return shaped[0], shaped[1]
-
-
-def standardise(
-    query: Float[Tensor, "p h n d"],
-    key: Float[Tensor, "p h m d"],
-    query_mask: Bool[Tensor, "p n"] | None,
-    key_mask: Bool[Tensor, "p m"] | None,
-) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"]]:
-    """Queries and keys of each problem minus their common mean, over their common root-mean-square.
-
-    One number scales all axes of a problem, so its geometry stays. Gradients go through mean and scale: with those
-    held constant all methods, step by step, shrink queries and keys together, which brings them no closer on any
-    scale and takes attention its contrast. Departure from the paper, which feeds q and k as they are.
-    """
-    weights = []
-    for tokens, mask in ((query, query_mask), (key, key_mask)):
-        ones = tokens.new_ones(tokens.shape[0], tokens.shape[2])
-        weights.append((ones if mask is None else mask.to(tokens.dtype))[:, None, :, None])  # (p, 1, n, 1)
-    pooled, weight = torch.cat([query, key], dim=2), torch.cat(weights, dim=2)
-    peak = pooled.detach().abs().amax((2, 3), keepdim=True).clamp_min(1.0)  # keeps squares finite
-    weight = weight / weight.sum(2, keepdim=True).clamp_min(1.0)
-    mean = (pooled * weight).sum(2, keepdim=True)  # (p, h, 1, d)
-    variance = (((pooled - mean) / peak).square() * weight).sum(2, keepdim=True).mean(-1, keepdim=True)
-    inverse = torch.rsqrt(variance + 1e-6 / peak.square()) / peak  # a problem of one point stays where it is
-    return (query - mean) * inverse, (key - mean) * inverse

@@ -8,13 +8,14 @@ budget in tiles whose products are computed anew. Memory is linear in the number
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from alignattn.matching import kernels
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import chunks_of
 
@@ -41,8 +42,27 @@ class Problems:
         return Problems(*(tensor.detach() for tensor in self.tensors()))
 
 
+@runtime_checkable
+class Scores(Protocol):
+    """x·y/epsilon of some problems, and the sums that Sinkhorn takes of it."""
+
+    def log_sum(self, potential: Tensor, done: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        """Log-sum-exp of potential and scores, along rows or columns."""
+
+    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Sums of the plan's rows and what they carry; the same of columns."""
+
+
+def _scores(problems: Problems) -> Scores:
+    if not kernels.serve(problems.x):
+        return _Scores(problems)
+    from alignattn.matching.kernels.sinkhorn import StreamedScores
+
+    return StreamedScores(problems.x, problems.y, problems.epsilon)
+
+
 class _Scores:
-    """x·y/epsilon of a chunk of problems, and the two sums that Sinkhorn takes of it.
+    """With matrices: of a chunk of problems.
 
     If one tile holds it, it is kept, once for each direction: a log-sum-exp along rows that lie whole in memory is
     ten times faster on a CPU. Otherwise each tile is computed anew.
@@ -50,6 +70,7 @@ class _Scores:
 
     def __init__(self, problems: Problems) -> None:
         self.x, self.y = problems.x / problems.epsilon[:, None, None], problems.y
+        self.tokens = problems.x
         self.kept: dict[bool, Tensor] = {}
         if len(self.tiles()) == 1:
             scores = self.x @ self.y.mT  # (p, n, m)
@@ -66,15 +87,34 @@ class _Scores:
             return self.kept[transposed]
         return self.y[:, rows] @ self.x.mT if transposed else self.x[:, rows] @ self.y.mT
 
-    def log_sum(self, potential: Float[Tensor, "p c"], *, transposed: bool = False) -> Float[Tensor, "p r"]:
-        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key."""
+    def log_sum(
+        self, potential: Float[Tensor, "p c"], done: Bool[Tensor, " p"] | None = None, *, transposed: bool = False
+    ) -> Float[Tensor, "p r"]:
+        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key.
+
+        Nobody looks at it where a problem is done.
+        """
         tiles = self.tiles(transposed=transposed)
         parts = [torch.logsumexp(self.tile(t, transposed=transposed) + potential[:, None, :], -1) for t in tiles]
         return torch.cat(parts, 1)
 
+    def carry(
+        self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Of the plan exp(f_i + g_j + x_i·y_j/epsilon): sums of rows and what they carry; the same of columns."""
+        x, y = self.tokens, self.y
+        rows, to_keys = torch.empty_like(f), torch.empty_like(x)
+        columns, to_queries = torch.zeros_like(g), torch.zeros_like(y)
+        for tile in self.tiles():
+            plan = torch.exp(self.tile(tile) + f[:, tile, None] + g[:, None, :])  # (p, t, m)
+            rows[:, tile], to_keys[:, tile] = plan.sum(-1), plan @ y
+            columns += plan.sum(-2)
+            to_queries += plan.mT @ x[:, tile]
+        return (rows, to_keys), (columns, to_queries)
+
 
 def _sinkhorn(
-    problems: Problems, scores: _Scores, max_iterations: int, tolerance: float
+    problems: Problems, scores: "Scores", max_iterations: int, tolerance: float
 ) -> tuple[Float[Tensor, "p n"], Float[Tensor, "p m"], Int[Tensor, " p"]]:
     """Potentials f and g, and the number of iterations each problem took.
 
@@ -90,14 +130,14 @@ def _sinkhorn(
     f = problems.log_a
     g = problems.log_b - problems.beta / problems.epsilon[:, None]  # potential zero
     for iteration in range(max_iterations):
-        new_f = problems.log_a - scores.log_sum(g)
+        new_f = problems.log_a - scores.log_sum(g, done)
         if iteration:
             off = torch.expm1((f - new_f).detach().masked_fill(~valid, 0.0)).abs().amax(-1)
             done = done | (off <= tolerance)
             if not traced and iteration % look_every == 0 and done.all():
                 break
         f = torch.where(done[:, None], f, new_f)
-        g = torch.where(done[:, None], g, problems.log_b - scores.log_sum(f, transposed=True))
+        g = torch.where(done[:, None], g, problems.log_b - scores.log_sum(f, done, transposed=True))
         iterations += ~done
     return f, g, iterations
 
@@ -138,7 +178,8 @@ def _plans(
 ) -> Statistics:
     """What `_plan_statistics` tells, of all problems."""
     problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon)
-    step = chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
+    # Kernels hold no matrix, and take all problems at once.
+    step = len(x) if kernels.serve(x) else chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
     starts = range(0, len(x), step)
     parts = [_plan_statistics(problems[start : start + step], max_iterations, tolerance) for start in starts]
     return tuple(torch.cat(t) for t in zip(*parts, strict=True))  # type: ignore[return-value]
@@ -146,15 +187,9 @@ def _plans(
 
 def _plan_statistics(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Row and column sums of the plan, what it carries to either side, sum pi log pi, and how it was reached."""
-    scores = _Scores(problems)
+    scores = _scores(problems)
     f, g, iterations = _sinkhorn(problems, scores, max_iterations, tolerance)
-    rows, to_keys = torch.empty_like(f), torch.empty_like(problems.x)
-    columns, to_queries = torch.zeros_like(g), torch.zeros_like(problems.y)
-    for tile in scores.tiles():
-        plan = torch.exp(scores.tile(tile) + f[:, tile, None] + g[:, None, :])  # (p, t, m)
-        rows[:, tile], to_keys[:, tile] = plan.sum(-1), plan @ problems.y
-        columns += plan.sum(-2)
-        to_queries += plan.mT @ problems.x[:, tile]
+    (rows, to_keys), (columns, to_queries) = scores.carry(f, g)
     entropy = (
         (rows * f.masked_fill(f.isinf(), 0.0)).sum(-1)
         + (columns * g.masked_fill(g.isinf(), 0.0)).sum(-1)

@@ -1,0 +1,115 @@
+"""What Sinkhorn takes of its scores, streaming: they are made tile by tile in registers, and never stored.
+
+    log sum:  LSE_j(g_j + x_i·y_j / epsilon)
+    carry:    sum_j pi_ij  and  sum_j pi_ij y_j,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
+
+Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. Products are
+of three TF32 parts, about as precise as single precision; sums are in single precision. Nothing is added atomically:
+results are the same each time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST_TILE = 128
+
+
+@triton.jit
+def _log_sum(
+    x, y, g, inverse, done, sums, n, m, d, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    if tl.load(done + problem) != 0:
+        return
+    i = block * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, WIDTH)
+    scale = tl.load(inverse + problem)
+    at = x + problem * n * d + i[:, None] * d + e[None, :]
+    own = tl.load(at, mask=(i[:, None] < n) & (e[None, :] < d), other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, m, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        at = y + problem * m * d + j[None, :] * d + e[:, None]
+        other = tl.load(at, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0)
+        potential = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
+        score = tl.dot(own, other, input_precision=PRECISION) * scale + potential[None, :]
+        now = tl.maximum(largest, tl.max(score, 1))
+        finite = tl.where(now == float("-inf"), 0.0, now)
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(score - finite[:, None]), 1)
+        largest = now
+    tl.store(sums + problem * n + i, largest + tl.log(total), mask=i < n)
+
+
+@triton.jit
+def _carry(
+    x, y, f, g, inverse, sums, carried, n, m, d, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    i = block * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, WIDTH)
+    scale = tl.load(inverse + problem)
+    at = problem * n * d + i[:, None] * d + e[None, :]
+    inside = (i[:, None] < n) & (e[None, :] < d)
+    own = tl.load(x + at, mask=inside, other=0.0)
+    potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, m, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        to = y + problem * m * d + j[:, None] * d + e[None, :]
+        other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
+        across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
+        score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * scale
+        plan = tl.exp(score + potential[:, None] + across[None, :])
+        total += tl.sum(plan, 1)
+        mean += tl.dot(plan, other, input_precision=PRECISION)
+    tl.store(sums + problem * n + i, total, mask=i < n)
+    tl.store(carried + at, mean, mask=inside)
+
+
+class StreamedScores:
+    """x·y/epsilon of a stack of problems x [p, n, d] and y [p, m, d], and what Sinkhorn takes of it."""
+
+    def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor, *, largest_tile: int = LARGEST_TILE) -> None:
+        self.x, self.y = x.contiguous(), y.contiguous()
+        self.inverse = 1 / epsilon
+        self.largest_tile = largest_tile
+        self.none_done = torch.zeros_like(epsilon, dtype=torch.bool)
+
+    def log_sum(self, potential: Tensor, done: Tensor | None = None, *, transposed: bool = False) -> Tensor:
+        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key.
+
+        Of problems that are done it is not computed, and zero.
+        """
+        x, y = (self.y, self.x) if transposed else (self.x, self.y)
+        sums = x.new_zeros(x.shape[:2])
+        self._launch(
+            _log_sum, x, y, potential.contiguous(), self.inverse, self.none_done if done is None else done, sums
+        )
+        return sums
+
+    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Sums of the plan's rows, and what they carry; the same of columns."""
+        found = []
+        for x, y, own, other in ((self.x, self.y, f, g), (self.y, self.x, g, f)):
+            sums, carried = x.new_empty(x.shape[:2]), torch.empty_like(x)
+            self._launch(_carry, x, y, own.contiguous(), other.contiguous(), self.inverse, sums, carried)
+            found.append((sums, carried))
+        return found[0], found[1]
+
+    def _launch(self, kernel: Any, x: Tensor, y: Tensor, *tensors: Tensor) -> None:
+        width = max(16, triton.next_power_of_2(x.shape[2]))
+        tile = min(self.largest_tile, 64 if width > 64 else 128)
+        rows, columns = (min(tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
+        blocks = triton.cdiv(x.shape[1], rows)
+        sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
+        kernel[(len(x) * blocks,)](x, y, *tensors, *sizes, ROWS=rows, COLUMNS=columns, WIDTH=width, PRECISION="tf32x3")

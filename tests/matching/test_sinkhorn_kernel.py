@@ -1,0 +1,101 @@
+"""Sinkhorn's kernel, in Triton's interpreter where there is no accelerator, against double precision.
+
+Run in a process of its own: Triton decides when a kernel is defined whether it is interpreted.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="pip install triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="runs in a process of its own")
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is that process")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", str(Path(__file__))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-6000:]
+
+
+def problems(p, n, m, d, *, masked=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(p, n, d, generator=generator, dtype=torch.float64)
+    y = torch.randn(p, m, d, generator=generator, dtype=torch.float64) + 0.3
+    log_a, log_b = torch.full((p, n), 1 / n).double().log(), torch.full((p, m), 1 / m).double().log()
+    if masked:
+        kept = max(1, m - 3)
+        log_b[0, kept:] = -torch.inf
+        log_b[0, :kept] = -torch.tensor(float(kept)).double().log()
+    epsilon = torch.linspace(0.5, 2.0, p, dtype=torch.float64) * d**0.5
+    alpha, beta = x.square().sum(-1) / 2, y.square().sum(-1) / 2
+    return x, y, alpha, beta, log_a, log_b, epsilon
+
+
+SIZES = [(1, 1, 1, 8), (2, 5, 7, 8), (3, 16, 16, 16), (2, 33, 17, 24), (1, 70, 40, 128), (2, 20, 20, 64)]
+
+
+@inside
+@pytest.mark.parametrize(("p", "n", "m", "d"), SIZES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, monkeypatch):
+    from alignattn.matching import kernels, sinkhorn
+
+    given = problems(p, n, m, d, masked=masked)
+    exact = sinkhorn._plans(*given, 20, 0.0)
+    single = [tensor.float().to(DEVICE) for tensor in given]
+    assert kernels.serve(single[0])
+    found = sinkhorn._plans(*single, 20, 0.0)
+    monkeypatch.setattr(kernels, "serve", lambda tensor: False)
+    plain = sinkhorn._plans(*single, 20, 0.0)
+    for told, usual, truth in zip(found, plain, exact, strict=True):
+        assert told.shape == truth.shape and told.dtype == (
+            torch.int64 if truth.dtype == torch.int64 else torch.float32
+        )
+        off, allowed = ((t.cpu().double() - truth).square().mean().sqrt() for t in (told, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.double().abs().max().clamp_min(1.0)
+
+
+@inside
+def test_tiles_and_runs_make_no_difference():
+    from alignattn.matching.kernels.sinkhorn import StreamedScores
+
+    x, y, *_, epsilon = (tensor.float().to(DEVICE) for tensor in problems(2, 50, 37, 8))
+    f, g = torch.randn(2, 50, device=DEVICE), torch.randn(2, 37, device=DEVICE)
+    first, again, small = (
+        (scores.log_sum(g), scores.log_sum(f, transposed=True), *scores.carry(f, g)[0], *scores.carry(f, g)[1])
+        for scores in (*[StreamedScores(x, y, epsilon)] * 2, StreamedScores(x, y, epsilon, largest_tile=16))
+    )
+    for one, other, tiled in zip(first, again, small, strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(tiled, one, rtol=1e-4, atol=1e-4)
+
+
+@inside
+def test_problems_that_are_done_are_left_alone_and_others_are_not():
+    from alignattn.matching.kernels.sinkhorn import StreamedScores
+
+    x, y, *_, epsilon = (tensor.float().to(DEVICE) for tensor in problems(3, 9, 6, 8))
+    scores, g = StreamedScores(x, y, epsilon), torch.randn(3, 6, device=DEVICE)
+    done = torch.tensor([False, True, False], device=DEVICE)
+    expected, found = scores.log_sum(g), scores.log_sum(g, done)
+    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], rtol=0, atol=0)
+    assert not found[1].any()
+
+
+@inside
+def test_each_problem_stops_by_itself():
+    """As many iterations as it takes alone, whatever the others take."""
+    from alignattn.matching import sinkhorn
+
+    given = [tensor.float().to(DEVICE) for tensor in problems(3, 12, 10, 8)]
+    together = sinkhorn._plans(*given, 200, 1e-4)[-1]
+    alone = [int(sinkhorn._plans(*(t[i : i + 1] for t in given), 200, 1e-4)[-1]) for i in range(3)]
+    assert together.tolist() == alone and len(set(alone)) > 1 and max(alone) < 200

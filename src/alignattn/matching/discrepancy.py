@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.errors import ConfigError, checked, unknown
+from alignattn.matching import kernels
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import blank_padding, check_pair, chunks_of, full_precision, samples_with_tokens, upcast
@@ -147,35 +148,84 @@ def _evaluate(
     counted = (n >= least) & (m >= least)
     if alive is not None:
         counted &= alive.repeat_interleave(heads)
-    losses = torch.zeros_like(inverse)
-    x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
     own = (v * w).sum(-1) if without_own else torch.zeros_like(n)  # pairs of a query and its own key
-    for first, second, one, other, factor, gradients in (
-        (x, x, v, v, 1.0, (x_gradient, None)),
-        (y, y, w, w, 1.0, (y_gradient, None)),
-        (x, y, v, w, -2.0, (x_gradient, y_gradient)),
-    ):
-        same = first is second
-        count = one.sum(-1)
-        pairs = count * (other.sum(-1) - 1 if same and unbiased else other.sum(-1))
-        pairs = pairs if same else pairs - own
-        share = (factor / pairs.clamp_min(1)).masked_fill(~counted, 0.0)
-        total = _kernel_sum(first, second, one, other, inverse, share, gradients if with_gradient else (None, None))
-        if same and unbiased:
-            total = total - count  # k(x, x) = 1 on the diagonal
-        elif without_own and not same:
-            apart = x - y
-            kernel = torch.exp(-inverse[:, None] * apart.square().sum(-1)) * v * w  # (p, n)
-            total = total - kernel.sum(-1)
-            if with_gradient:
-                pull = (2 * inverse * share)[:, None, None] * kernel[..., None] * apart
-                x_gradient += pull
-                y_gradient -= pull
-        losses += total * share
+    shares = [
+        (factor / pairs.clamp_min(1)).masked_fill(~counted, 0.0)
+        for factor, pairs in (
+            (1.0, n * (n - 1 if unbiased else n)),
+            (1.0, m * (m - 1 if unbiased else m)),
+            (-2.0, n * m - own),
+        )
+    ]
+    evaluate = _by_kernel if kernels.serve(x) else _by_matrices
+    totals, x_gradient, y_gradient = evaluate(x, y, v, w, inverse, shares, without_own, with_gradient)
+    if unbiased:  # k(x, x) = 1 on the diagonal
+        totals = (totals[0] - n, totals[1] - m, totals[2])
+    losses = sum((total * share for total, share in zip(totals, shares, strict=True)), start=torch.zeros_like(inverse))
     x_gradient, y_gradient = (
         (g / peak[:, None, None]).unflatten(0, (samples, heads)) for g in (x_gradient, y_gradient)
     )
     return losses.view(samples, heads), x_gradient, y_gradient
+
+
+Sums = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
+
+
+def _by_kernel(
+    x: Float[Tensor, "p n d"],
+    y: Float[Tensor, "p m d"],
+    v: Float[Tensor, "p n"],
+    w: Float[Tensor, "p m"],
+    inverse: Float[Tensor, " p"],
+    shares: list[Tensor],
+    without_own: bool,
+    with_gradient: bool,
+) -> Sums:
+    """The three sums of kernels, and gradients of their weighted sum in x and in y."""
+    from alignattn.matching.kernels.discrepancy import sums
+
+    found = []
+    for first, second, one, other, share in ((x, y, v, w, shares[0]), (y, x, w, v, shares[1])):
+        tokens = first, second, one, other, inverse
+        factors = 4 * inverse * share, 2 * inverse * shares[2]
+        found.append((*sums(*tokens, *factors, without_own=without_own, with_gradient=with_gradient), one))
+    totals = [(total * one).sum(-1) for within, across, _, one in found for total in (within, across)]
+    gradients = [
+        gradient.mul_(one[..., None]) if with_gradient else torch.zeros_like(side)
+        for (_, _, gradient, one), side in zip(found, (x, y), strict=True)
+    ]
+    return (totals[0], totals[2], totals[1]), gradients[0], gradients[1]
+
+
+def _by_matrices(
+    x: Float[Tensor, "p n d"],
+    y: Float[Tensor, "p m d"],
+    v: Float[Tensor, "p n"],
+    w: Float[Tensor, "p m"],
+    inverse: Float[Tensor, " p"],
+    shares: list[Tensor],
+    without_own: bool,
+    with_gradient: bool,
+) -> Sums:
+    """The same, tile by tile."""
+    x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
+    totals = []
+    for first, second, one, other, share, gradients in (
+        (x, x, v, v, shares[0], (x_gradient, None)),
+        (y, y, w, w, shares[1], (y_gradient, None)),
+        (x, y, v, w, shares[2], (x_gradient, y_gradient)),
+    ):
+        places = gradients if with_gradient else (None, None)
+        totals.append(_kernel_sum(first, second, one, other, inverse, share, places))
+    if without_own:
+        apart = x - y
+        kernel = torch.exp(-inverse[:, None] * apart.square().sum(-1)) * v * w  # (p, n)
+        totals[2] = totals[2] - kernel.sum(-1)
+        if with_gradient:
+            pull = (2 * inverse * shares[2])[:, None, None] * kernel[..., None] * apart
+            x_gradient += pull
+            y_gradient -= pull
+    return (totals[0], totals[1], totals[2]), x_gradient, y_gradient
 
 
 def _squared_distances(x: Float[Tensor, "p n d"], y: Float[Tensor, "p m d"]) -> Float[Tensor, "p n m"]:

@@ -1,4 +1,4 @@
-"""Sinkhorn's kernel, in Triton's interpreter where there is no accelerator, against double precision.
+"""Kernels in Triton, in its interpreter where there is no accelerator, against double precision.
 
 Run in a process of its own: Triton decides when a kernel is defined whether it is interpreted.
 """
@@ -23,6 +23,9 @@ def test_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-6000:]
+
+
+# Sinkhorn
 
 
 def problems(p, n, m, d, *, masked=False, seed=0):
@@ -99,3 +102,61 @@ def test_each_problem_stops_by_itself():
     together = sinkhorn._plans(*given, 200, 1e-4)[-1]
     alone = [int(sinkhorn._plans(*(t[i : i + 1] for t in given), 200, 1e-4)[-1]) for i in range(3)]
     assert together.tolist() == alone and len(set(alone)) > 1 and max(alone) < 200
+
+
+# MMD
+
+
+def sides(b, n, m, d, *, masked):
+    generator = torch.Generator().manual_seed(n * m * d)
+    query = torch.randn(b, 2, n, d, generator=generator, dtype=torch.float64)
+    key = torch.randn(b, 2, m, d, generator=generator, dtype=torch.float64) * 1.5 + 0.5
+    masks = [torch.ones(b, count, dtype=torch.bool) for count in (n, m)] if masked else [None, None]
+    if masked:
+        masks[0][0, (n + 1) // 2 :] = False
+        masks[1][-1, : m // 3] = False
+    return query, key, masks
+
+
+@inside
+@pytest.mark.parametrize(("n", "m", "d"), [(1, 1, 8), (2, 2, 8), (5, 7, 16), (33, 33, 24), (70, 20, 64), (18, 18, 128)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("without_own", [False, True])
+def test_mmd_is_as_precise_as_plain_torch_in_single_precision(n, m, d, masked, without_own, monkeypatch):
+    from alignattn.functional import mmd
+    from alignattn.matching import kernels
+
+    query, key, masks = sides(2, n, m, d, masked=masked)
+
+    def found(dtype):
+        leaves = [t.detach().to(DEVICE, dtype).requires_grad_() for t in (query, key)]
+        given = [None if mask is None else mask.to(DEVICE) for mask in masks]
+        options = {"bandwidth": "mean", "without_own": without_own, "unbiased": n > 1}
+        values = mmd(*leaves, query_mask=given[0], key_mask=given[1], **options)
+        values.sum().backward()
+        return [t.detach().double().cpu() for t in (values, leaves[0].grad, leaves[1].grad)]
+
+    exact, told = found(torch.float64), found(torch.float32)
+    served = []
+    monkeypatch.setattr(kernels, "serve", lambda tensor: bool(served.append(tensor)))
+    plain = found(torch.float32)
+    assert served
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+def test_mmd_is_the_same_each_time_and_without_gradients():
+    from alignattn.functional import mmd
+
+    query, key, _ = sides(2, 21, 21, 8, masked=False)
+    query, key = query.float().to(DEVICE), key.float().to(DEVICE)
+    again = []
+    for _ in range(2):
+        leaf = query.clone().requires_grad_()
+        value = mmd(leaf, key, without_own=True)
+        value.sum().backward()
+        again.append((value.detach(), leaf.grad))
+    assert torch.equal(again[0][0], again[1][0]) and torch.equal(again[0][1], again[1][1])
+    torch.testing.assert_close(mmd(query, key, without_own=True), again[0][0])

@@ -17,6 +17,11 @@ inside = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), r
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch):
+    monkeypatch.setenv("ALIGNATTN_KERNELS", "1")
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", str(Path(__file__))]
@@ -160,3 +165,38 @@ def test_mmd_is_the_same_each_time_and_without_gradients():
         again.append((value.detach(), leaf.grad))
     assert torch.equal(again[0][0], again[1][0]) and torch.equal(again[0][1], again[1][1])
     torch.testing.assert_close(mmd(query, key, without_own=True), again[0][0])
+
+
+# The networks' trunk
+
+
+@inside
+@pytest.mark.parametrize(
+    ("layers", "tokens", "d", "hidden"), [(1, 1, 8, 16), (2, 70, 16, 64), (3, 129, 24, 20), (1, 64, 64, 16)]
+)
+@pytest.mark.parametrize("learns", ["tokens", "weights", "both"])
+def test_features_are_as_precise_as_plain_torch_in_single_precision(layers, tokens, d, hidden, learns, monkeypatch):
+    from alignattn.matching import kernels
+    from alignattn.matching.networks import Discriminator
+
+    names = [f"layer{i}" for i in range(layers)]
+    network = Discriminator(names, d, hidden=hidden, out=1).to(DEVICE)
+    x = torch.randn(layers, tokens, d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outer = torch.randn(layers, tokens, hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def found(dtype):
+        network.to(dtype).zero_grad()
+        leaf = x.to(DEVICE, dtype).requires_grad_(learns != "weights")
+        features = network.features(leaf, fixed=learns == "tokens")
+        features.backward(outer.to(features))
+        gradients = [leaf.grad, *(p.grad for p in network.parameters())]
+        return [t.detach().double().cpu() for t in (features, *gradients) if t is not None]
+
+    told = found(torch.float32)
+    served = []
+    monkeypatch.setattr(kernels, "serve", lambda tensor: bool(served.append(tensor)))
+    plain, exact = found(torch.float32), found(torch.float64)
+    assert served and len(told) == len(exact) == {"tokens": 2, "weights": 7, "both": 8}[learns]
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)

@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from alignattn.matching import kernels
+
 
 class _ReverseGradient(torch.autograd.Function):
     @staticmethod
@@ -64,12 +66,17 @@ class LayeredLinear(nn.Module):
         self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool = False
     ) -> Float[Tensor, "l t o"]:
         """`layers` says whose weights serve which slice; None when it is all of them in order. `fixed`: no gradient."""
+        weight, bias = self.of(tokens, layers, fixed=fixed)
+        return torch.baddbmm(bias, tokens, weight)
+
+    def of(
+        self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool
+    ) -> tuple[Float[Tensor, "l i o"], Float[Tensor, "l 1 o"]]:
+        """Weights and biases for these tokens."""
         weight, bias = self.weight.to(tokens), self.bias.to(tokens)
         if fixed:
             weight, bias = weight.detach(), bias.detach()
-        if layers is not None:
-            weight, bias = weight[layers], bias[layers]
-        return torch.baddbmm(bias, tokens, weight)
+        return (weight, bias) if layers is None else (weight[layers], bias[layers])
 
 
 class Discriminator(nn.Module):
@@ -105,6 +112,16 @@ class Discriminator(nn.Module):
         self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None, *, fixed: bool = False
     ) -> Float[Tensor, "l t hidden"]:
         """What the last layer is given. With `fixed` no gradient goes into the network."""
+        if (
+            self.transform is not None
+            and self.gate is not None
+            and kernels.serve(tokens)
+            and not torch.compiler.is_compiling()
+        ):
+            from alignattn.matching.kernels.highway import features
+
+            parts = (self.transform, self.gate, self.first)
+            return features(tokens, *(tensor for part in parts for tensor in part.of(tokens, layers, fixed=fixed)))
         if self.transform is not None:
             transformed = self.transform(tokens, layers, fixed=fixed)
             gate = torch.sigmoid(transformed if self.gate is None else self.gate(tokens, layers, fixed=fixed))

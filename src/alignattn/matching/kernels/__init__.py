@@ -1,4 +1,7 @@
-"""The same mathematics in Triton, for accelerators. Nothing here is imported where Triton does not run."""
+"""The same mathematics in Triton, for accelerators. Nothing here is imported where Triton does not run.
+
+They are asked for with ALIGNATTN_KERNELS=1: they are tested in Triton's interpreter, and not yet measured on a device.
+"""
 
 import functools
 import importlib.util
@@ -16,5 +19,6 @@ def _installed() -> bool:
 
 def serve(tensor: torch.Tensor) -> bool:
     """Whether kernels run for such tensors: in single precision on accelerators; on a CPU in the interpreter alone."""
-    where = tensor.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    return where and tensor.dtype == torch.float32 and tensor.shape[-1] <= WIDEST_HEAD and _installed()
+    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype != torch.float32 or tensor.shape[-1] > WIDEST_HEAD:
+        return False
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _installed()

@@ -1,0 +1,182 @@
+"""The trunk of discriminator and critic in one pass: nothing between tokens and features is stored.
+
+    t = x W_t + b_t,  g = sigmoid(x W_g + b_g),  h = x + g (relu(t) - x),  features = leaky_relu(h W_1 + b_1)
+
+The backward computes it anew, in one kernel for the tokens and one for the weights. Weights are [layers, in, out]; a
+program serves some tokens of one layer. For the weights a few programs a layer add up what their tokens give, and
+write it once: nothing is added atomically, and results are the same each time.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE = 64
+PROGRAMS = 256  # that share the weights' gradient
+SLOPE = 0.01
+
+
+@triton.jit
+def _loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = (i[:, None] < rows) & (j[None, :] < columns)
+    return tl.load(pointer + layer * rows * columns + i[:, None] * columns + j[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _linear(x, weight, bias, layer, d, out, WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr):
+    j = tl.arange(0, OUT)
+    shift = tl.load(bias + layer * out + j, mask=j < out, other=0.0)
+    return tl.dot(x, _loaded(weight, layer, d, out, WIDTH, OUT), input_precision=PRECISION) + shift[None, :]
+
+
+@triton.jit
+def _highway(x, w_t, b_t, w_g, b_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    transformed = _linear(x, w_t, b_t, layer, d, d, WIDTH, WIDTH, PRECISION)
+    gate = tl.sigmoid(_linear(x, w_g, b_g, layer, d, d, WIDTH, WIDTH, PRECISION))
+    return transformed, gate, x + gate * (tl.maximum(transformed, 0.0) - x)
+
+
+@triton.jit
+def _tokens(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = (layer * count + i[:, None]) * d + e[None, :]
+    return tl.load(pointer + at, mask=(i[:, None] < count) & (e[None, :] < d), other=0.0)
+
+
+@triton.jit
+def _store(pointer, values, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = (layer * count + i[:, None]) * d + e[None, :]
+    tl.store(pointer + at, values, mask=(i[:, None] < count) & (e[None, :] < d))
+
+
+@triton.jit
+def _forward(
+    x, w_t, b_t, w_g, b_g, w_1, b_1, features, count, d, hidden, blocks, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * ROWS
+    own = _tokens(x, layer, start, count, d, ROWS, WIDTH)
+    transformed, gate, carried = _highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
+    answer = _linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
+    _store(features, tl.where(answer > 0, answer, slope * answer), layer, start, count, hidden, ROWS, HIDDEN)
+
+
+@triton.jit
+def _to_highway(
+    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    own = _tokens(x, layer, start, count, d, ROWS, WIDTH)
+    transformed, gate, carried = _highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
+    answer = _linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
+    given = _tokens(outer, layer, start, count, hidden, ROWS, HIDDEN)
+    of_answer = tl.where(answer > 0, given, slope * given)
+    of_carried = tl.dot(of_answer, tl.trans(_loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)), input_precision=PRECISION)
+    of_gate = of_carried * (tl.maximum(transformed, 0.0) - own) * gate * (1.0 - gate)
+    of_transformed = tl.where(transformed > 0, of_carried * gate, 0.0)
+    return own, gate, carried, of_answer, of_carried, of_gate, of_transformed
+
+
+@triton.jit
+def _backward_tokens(
+    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_x, count, d, hidden, blocks, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // blocks).to(tl.int64)
+    start = (tl.program_id(0) % blocks) * ROWS
+    own, gate, carried, of_answer, of_carried, of_gate, of_transformed = _to_highway(
+        x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope, ROWS, WIDTH, HIDDEN, PRECISION
+    )
+    gradient = of_carried * (1.0 - gate)
+    gradient += tl.dot(of_transformed, tl.trans(_loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    gradient += tl.dot(of_gate, tl.trans(_loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    _store(of_x, gradient, layer, start, count, d, ROWS, WIDTH)
+
+
+@triton.jit
+def _backward_weights(
+    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_t, of_bt, of_g, of_bg, of_1, of_b1,
+    count, d, hidden, programs, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // programs).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
+    sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
+    sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    sum_b1 = tl.zeros([HIDDEN], tl.float32)
+    for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
+        own, gate, carried, of_answer, of_carried, of_gate, of_transformed = _to_highway(
+            x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope,
+            ROWS, WIDTH, HIDDEN, PRECISION,
+        )  # fmt: skip
+        sum_1 += tl.dot(tl.trans(carried), of_answer, input_precision=PRECISION)
+        sum_t += tl.dot(tl.trans(own), of_transformed, input_precision=PRECISION)
+        sum_g += tl.dot(tl.trans(own), of_gate, input_precision=PRECISION)
+        sum_b1 += tl.sum(of_answer, 0)
+        sum_bt += tl.sum(of_transformed, 0)
+        sum_bg += tl.sum(of_gate, 0)
+    _store(of_t, sum_t, place, 0, d, d, WIDTH, WIDTH)
+    _store(of_g, sum_g, place, 0, d, d, WIDTH, WIDTH)
+    _store(of_1, sum_1, place, 0, d, hidden, WIDTH, HIDDEN)
+    e, k = tl.arange(0, WIDTH), tl.arange(0, HIDDEN)
+    tl.store(of_bt + place * d + e, sum_bt, mask=e < d)
+    tl.store(of_bg + place * d + e, sum_bg, mask=e < d)
+    tl.store(of_b1 + place * hidden + k, sum_b1, mask=k < hidden)
+
+
+class _Features(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, *weights: Tensor) -> Tensor:
+        tokens, weights = tokens.contiguous(), tuple(weight.contiguous() for weight in weights)
+        layers, count, d = tokens.shape
+        hidden = weights[4].shape[-1]
+        features = tokens.new_empty(layers, count, hidden)
+        blocks = triton.cdiv(count, TILE)
+        _forward[(layers * blocks,)](
+            tokens, *weights, features, count, d, hidden, blocks, SLOPE, **_settings(d, hidden)
+        )
+        ctx.save_for_backward(tokens, *weights)
+        return features
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, *weights = ctx.saved_tensors
+        outer = gradients[0].contiguous()
+        layers, count, d = tokens.shape
+        hidden = weights[4].shape[-1]
+        settings = _settings(d, hidden)
+        of_tokens = None
+        if ctx.needs_input_grad[0]:
+            of_tokens = torch.empty_like(tokens)
+            blocks = triton.cdiv(count, TILE)
+            _backward_tokens[(layers * blocks,)](
+                tokens, outer, *weights, of_tokens, count, d, hidden, blocks, SLOPE, **settings
+            )
+        if not any(ctx.needs_input_grad[1:]):
+            return of_tokens, *[None] * 6
+        programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, TILE))
+        sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
+        _backward_weights[(layers * programs,)](
+            tokens, outer, *weights, *sums, count, d, hidden, programs, SLOPE, **settings
+        )
+        return of_tokens, *(total.sum(1) for total in sums)
+
+
+def _settings(d: int, hidden: int) -> dict[str, Any]:
+    width, features = (max(16, triton.next_power_of_2(size)) for size in (d, hidden))
+    return {"ROWS": TILE, "WIDTH": width, "HIDDEN": features, "PRECISION": "tf32x3"}
+
+
+def features(tokens: Tensor, *weights: Tensor) -> Tensor:
+    """Features [l, t, hidden] of tokens [l, t, d]; weights and biases of transform, gate and first layer in turn."""
+    found: Tensor = _Features.apply(tokens, *weights)
+    return found

@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
 def train(make, method, *, lengths=LENGTHS, compile_model=None, compile_step=None, counter=None, **options):
     """Losses of each step, and the alignment, with a weight that changes every step. Frames compiled go to `frames`."""
-    torch.manual_seed(0)
+    torch.manual_seed(2)  # with 0 a rounding takes one neuron of a discriminator over its kink
     model = make().train()
     options = {"weight": Ramp(1.0, 4)} | options
     alignment = alignattn.align(model, method, **options)

@@ -317,3 +317,20 @@ def test_where_some_are_no_copies_those_decide(still, batch):
 
 def test_the_summary_says_how_the_weight_is_chosen(still):
     assert "weight auto (share 0.1)" in alignattn.align(still, weight="auto").summary()
+
+
+@pytest.mark.parametrize("spread", [1.0, 5.0])
+def test_auto_chooses_in_half_precision_what_it_chooses_in_single(spread):
+    """A gradient of 1e-8 is nothing in fp16, until a scaler's factor has made it larger."""
+    chosen = []
+    for dtype in (torch.float32, torch.float16):
+        generator = torch.Generator().manual_seed(0)
+        alignment = alignattn.Alignment("mmd", "auto")
+        sides = [torch.randn(32, 12, 128, 32, generator=generator) * spread for _ in range(2)]
+        query, key = (side.to(dtype).requires_grad_() for side in sides)
+        alignment.record(query, key, name="a")
+        task = 1e-3 * sum((side.float() - 1).square().mean() for side in (query, key))
+        ((task + alignment.loss()) * 65536).backward()
+        alignment.advance()
+        chosen.append(float(alignment._strength.balance.weight))
+    assert chosen[1] == pytest.approx(chosen[0], rel=1e-2) and chosen[0] > 0

@@ -9,7 +9,7 @@ from torch import nn
 import alignattn
 from alignattn import balance
 from alignattn.errors import AlignmentWarning
-from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, Health
+from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, SAMPLES, Health
 from alignattn.matching.scale import standardise
 
 
@@ -70,11 +70,12 @@ def test_the_critic_gap_is_the_distance_of_mean_directions(bert, batch):
 
 
 @pytest.mark.parametrize("method", ["gan", "ot"])
-def test_mmd_in_the_logs_is_that_of_the_records(bert, batch, method):
+def test_mmd_in_the_logs_is_that_of_the_first_records(bert, batch, method):
     logs, records, _ = one_update(bert, batch, method)
-    values = [
-        alignattn.functional.mmd(r.query, r.key, query_mask=r.query_mask, key_mask=r.key_mask).mean() for r in records
-    ]
+    values = []
+    for record in records:
+        masks = {name: getattr(record, name)[:SAMPLES] for name in ("query_mask", "key_mask")}
+        values.append(alignattn.functional.mmd(record.query[:SAMPLES], record.key[:SAMPLES], **masks).mean())
     assert logs["alignment_mmd"] == pytest.approx(float(torch.stack(values).mean().detach()), rel=1e-4)
 
 

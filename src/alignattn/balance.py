@@ -41,9 +41,16 @@ class Balance:
         self._handles: list[RemovableHandle] = []
 
     def watch(
-        self, tokens: Tensor, source: Source | None, gradient: Tensor, weight: Weight, *, through: bool
+        self,
+        tokens: Tensor,
+        source: Source | None,
+        gradient: Tensor,
+        weight: Weight,
+        *,
+        scale: float = 1.0,
+        through: bool,
     ) -> Callable[[Tensor], None] | None:
-        """Alignment's gradient of these tokens is known already; `through`: it also goes through them, weighed.
+        """Alignment's gradient of these tokens is known, times `scale`; `through`: it also goes through them, weighed.
 
         What is returned must be called when it is handed on, with the factor that the whole loss got on the way: a
         scaler's, say. What alignment in later layers does to these tokens, through what they give to them, counts as
@@ -52,13 +59,18 @@ class Balance:
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
         _refuse_compiled(tokens, demanded=self.target is not None)
+
+        def plain(factor: Tensor) -> Tensor:
+            """In fp16 it vanishes without the scale and a scaler's factor."""
+            return at_least_single(gradient) * (factor / scale).to(gradient.device)
+
         if source is not None:
             met = self._meeting(source, weight)
-            return lambda factor: met.append(source.gradient(gradient) * factor)
+            return lambda factor: met.append(source.gradient(plain(factor)))
         if not through:
             nothing = torch.zeros((), device=tokens.device)
             tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
-            return lambda factor: self._add(_square(gradient * factor), nothing)
+            return lambda factor: self._add(_square(plain(factor)), nothing)
         own: list[Tensor] = []
 
         def both(total: Tensor | None) -> None:
@@ -67,7 +79,7 @@ class Balance:
                 self._add(_square(aligned), _square(total - aligned * weight))
 
         tokens.register_hook(both)
-        return lambda factor: own.append(gradient * factor)
+        return lambda factor: own.append(plain(factor))
 
     def _meeting(self, source: Source, weight: Weight) -> list[Tensor]:
         """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
@@ -120,6 +132,11 @@ class Balance:
             smoothed = torch.where(before > 0, before**MEMORY * chosen ** (1 - MEMORY), chosen)
             self.weight = torch.where(usable, smoothed, before)
         return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
+
+
+def at_least_single(gradient: Tensor) -> Tensor:
+    """Half precision as single: a gradient scaler's factor alone may be more than fp16 can hold."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 @torch.no_grad()

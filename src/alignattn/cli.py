@@ -189,6 +189,8 @@ def _typed(options: argparse.Namespace) -> str:
     for name in ("parts", "methods"):
         if getattr(options, name):
             parts += [f"--{name}", ",".join(getattr(options, name))]
+    if options.device != "auto":
+        parts += ["--device", options.device]
     return " ".join(parts + (["--rounds", str(options.rounds)] if options.rounds else []))
 
 

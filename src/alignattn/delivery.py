@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.balance import Balance, Weight
+from alignattn.balance import Balance, Weight, at_least_single
 from alignattn.capture import QueryKey
 from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import CaptureError
@@ -31,9 +31,8 @@ class Delivery:
         self.targets: list[Tensor] = []
         self.gradients: list[Tensor] = []
         self.factors: list[Weight] = []
-        self.told: list[
-            Callable[[Tensor], None]
-        ] = []  # what looks at gradients, and wants the factor of the whole loss
+        # What looks at gradients, and wants the factor that the whole loss got.
+        self.told: list[Callable[[Tensor], None]] = []
 
     def to(self, target: Tensor, gradient: Tensor, factor: Weight) -> None:
         """`target` is to get `factor` times the gradient."""
@@ -52,17 +51,16 @@ class Delivery:
         balance: Balance | None,
     ) -> None:
         """Queries and keys, or their projections, are to get their gradients, which are `scale` times too large."""
-        sides = [
-            (record.query, record.query_source, of_query),
-            (record.key, record.key_source, of_key),
-        ]
+        sides = ((record.query, record.query_source, of_query), (record.key, record.key_source, of_key))
         known = [(tokens, gradient) for tokens, _, gradient in sides if gradient is not None]
         through = generator == "model"
         for target, taken in known if through else _taken_back(record, known):
             self.to(target, taken, weight / scale)
-        for tokens, source, gradient in sides if balance is not None else ():  # the way back, above, calls hooks too
-            if gradient is not None and balance is not None:
-                tell = balance.watch(tokens, source, gradient / scale, weight, through=through)
+        if balance is None:
+            return
+        for tokens, source, gradient in sides:  # from here on: the way back, above, calls hooks too
+            if gradient is not None:
+                tell = balance.watch(tokens, source, gradient, weight, scale=scale, through=through)
                 self.told += [] if tell is None else [tell]
 
     def term(self) -> Tensor:
@@ -119,7 +117,7 @@ class _Deliver(torch.autograd.Function):
         ctx.told = []
         # In fp32 at least: a gradient scaler's factor alone may be more than fp16 can hold.
         handed = (
-            (g.to(torch.promote_types(g.dtype, torch.float32)) * (outer[0] * f)).to(g.dtype)
+            (at_least_single(g) * (outer[0] * f).to(g.device)).to(g.dtype)
             for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True)
         )
         return None, None, None, None, *handed

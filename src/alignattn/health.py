@@ -17,7 +17,7 @@ EATING = 3.0  # times the task's gradient
 BEHIND, COLLAPSED = 0.51, 0.999  # accuracy of a discriminator
 PATIENCE = 5  # looks in a row, before anything is said
 LOOKS_TO_MOVE = 20
-SAMPLES = 8  # of a batch, on which MMD is measured
+SAMPLES = 2  # of a batch, on which MMD is measured
 
 ADVICE = {
     "blind": (

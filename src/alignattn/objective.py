@@ -23,7 +23,7 @@ from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
-from alignattn.matching.at_once import differentiate
+from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
 
 Forwards = list[list[QueryKey]]
@@ -76,8 +76,7 @@ class Objective:
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
         leaves = [_leaf(record, wanted=acts) for record in records]
         rows = [leaf.unpacked() for leaf in leaves]
-        # Scaled so that a token's gradient is about one: on its way it may be in fp16, where 1e-7 is nothing.
-        scale = 2.0 ** round(math.log2(sum(leaf.query.numel() / leaf.query.shape[-1] for leaf in leaves)))
+        scale = self._scale(leaves, shares)
         values: dict[int, Tensor] = {}
         gradients: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
@@ -100,7 +99,7 @@ class Objective:
                 values[place] = weighed[at]
                 own = tuple(None if whole is None else whole[at] for whole in (found.query, found.key))
                 gradients[place] = _through_unpacking(leaves[place], rows[place], own)
-            of_networks = [_added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
+            of_networks = [added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
         total = torch.stack([values[place].to(values[0].device) for place in range(len(records))]).sum()
         handed = delivery.Delivery(weight * total)
         for place, record in enumerate(records if acts else ()):
@@ -110,6 +109,12 @@ class Objective:
             if gradient is not None:
                 handed.to(parameter, gradient, of_weight / scale)
         return handed.term(), _parts(rows, [values[place] / share for place, share in enumerate(shares)])
+
+    def _scale(self, records: list[QueryKey], shares: list[float]) -> float:
+        """Brings a token's gradient to about one: on its way it may be in fp16, where 1e-7 is nothing."""
+        tokens = sum(record.query.numel() // record.query.shape[-1] for record in records)
+        heads = 1 if self.config.reduction == "mean" else records[0].query.shape[1]
+        return 2.0 ** round(math.log2(tokens / (heads * sum(shares))))
 
     def _traced(
         self, records: list[QueryKey], shares: list[float], weight: Weight, watchers: Watchers
@@ -149,7 +154,7 @@ class Objective:
         groups: list[tuple[Any, list[int]]] = []
         for place, record in enumerate(records):
             query, key = record.query, record.key
-            if query.device.type == "cpu" and self.matcher.separable and not torch.compiler.is_compiling():
+            if query.device.type == "cpu" and self.matcher.is_separable() and not torch.compiler.is_compiling():
                 groups.append((None, [place]))
                 continue
             bank = self.matcher.bank(record.name, query.shape[-1])
@@ -225,9 +230,3 @@ def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
     if all(mask is masks[0] for mask in masks):
         return masks[0].expand(len(masks), *masks[0].shape)
     return torch.stack([mask for mask in masks if mask is not None])
-
-
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other

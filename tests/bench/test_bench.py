@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from alignattn import cli
-from alignattn.bench import peers
+from alignattn.bench import command, peers, steps
+from alignattn.bench.row import measured
 from alignattn.bench.workload import Shape, make_batch, make_model, training_step
+
+CPU = torch.device("cpu")
 
 
 def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
@@ -17,7 +20,7 @@ def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "Whole training steps: small, 4 × 64, fp32" in printed and "mmd, straightforward" in printed
     told = json.loads(out.read_text())
-    assert told["command"] == "alignattn bench --quick --parts step,inference --methods mmd --rounds 2"
+    assert told["command"] == "alignattn bench --quick --parts step,inference --methods mmd --device cpu --rounds 2"
     assert {"versions", "commit", "machine", "schema"} <= told.keys()
     names = [(row["part"], row["name"]) for row in told["rows"]]
     assert names == [
@@ -32,6 +35,26 @@ def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
     assert first["timing"]["ratio"] == 1.0 and first["memory_ratio"] == 1.0
     of_inference = [row["memory"] for row in told["rows"] if row["part"] == "inference"]
     assert of_inference[0] == of_inference[1]  # an attached model in evaluation takes not a byte more
+
+
+def test_a_part_that_is_named_is_measured_however_quick(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "LAYERS", (1, 2))
+    plan = command.Plan(torch.device("cpu"), parts=["layers"], methods=["mmd"], quick=True, rounds=1)
+    assert [row.case[-8:] for rows in command.measure(plan) for row in rows if row.name == "mmd"] == [
+        "1 layers",
+        "2 layers",
+    ]
+
+
+def test_ratios_are_to_the_first_that_fits():
+    def too_much():
+        raise torch.OutOfMemoryError
+
+    rows = measured(
+        "step", "case", {"soft": too_much, "a": lambda: torch.ones(9), "b": lambda: torch.ones(18)}, CPU, rounds=2
+    )
+    assert [row.failed for row in rows] == ["out of memory", None, None]
+    assert [row.memory_ratio for row in rows] == [None, 1.0, 2.0] and rows[1].timing.ratio == 1.0
 
 
 @pytest.mark.parametrize(

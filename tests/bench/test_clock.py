@@ -45,6 +45,14 @@ def test_short_calls_are_repeated_and_told_a_call(now):
     assert len(calls) == 2 + 3 * 20  # two milliseconds at once
 
 
+def test_so_many_calls_at_once_are_told_a_call(now):
+    """Every tenth is dear, wherever a round begins."""
+    uneven, calls = taking(now, [1.0] + [*[1.0] * 9, 11.0] * 4)
+    told = clock.side_by_side({"uneven": uneven}, CPU, rounds=3, warmup=0, calls=10)
+    assert told["uneven"].median == told["uneven"].low == told["uneven"].high == pytest.approx(2.0)
+    assert len(calls) == 1 + 3 * 10
+
+
 def test_each_is_first_in_its_turn(now):
     order = []
 

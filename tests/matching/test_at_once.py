@@ -67,6 +67,56 @@ def test_a_matching_of_ones_own_is_not_cut_up(monkeypatch):
     torch.testing.assert_close(found.query, (2 * gap * count / query.numel()).expand_as(query))
 
 
+class OfOnesOwn(Matcher):
+    """Each sample for itself, with two parameters that enter alike."""
+
+    separable = True
+
+    def __init__(self, *, learns=True):
+        super().__init__(MatcherConfig())
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+        self.learns = learns
+
+    def losses(self, query, key, query_mask, key_mask, names):
+        ones = query.new_ones(query.shape[0] * query.shape[1], query.shape[2])
+        return (self.a + self.b) * ones if self.learns else ones
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_gradients_that_share_memory_and_losses_without_any(learns, monkeypatch):
+    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+    matcher = OfOnesOwn(learns=learns)
+    query, key, *_ = problems()
+    outer = torch.ones(LAYERS, SAMPLES, HEADS)
+    found = at_once.differentiate(matcher, query, key, None, None, ["a", "b"], outer)
+    assert found.query is None and found.key is None  # not numbers that nobody computed
+    assert found.networks == ([pytest.approx(outer.sum())] * 2 if learns else [None, None])
+
+
+def test_a_class_that_does_something_else_has_to_say_that_it_is_separable():
+    class Another(OfOnesOwn):
+        def losses(self, query, key, query_mask, key_mask, names):
+            return super().losses(query, key, query_mask, key_mask, names) * query.mean()
+
+    class Renamed(OfOnesOwn):
+        pass
+
+    assert OfOnesOwn.is_separable() and Renamed.is_separable() and not Another.is_separable()
+    assert all(matcher.is_separable() for matcher, _ in METHODS.values()) and not Matcher.is_separable()
+
+
+@pytest.mark.parametrize("method", ["gan", "ct"])
+def test_autocast_around_it_changes_nothing(method):
+    matcher = matcher_of(method, "stable")
+    query, key, query_mask, key_mask, outer = problems(torch.float32)
+    given = (matcher, query, key, query_mask, key_mask, ["a", "b"], outer)
+    plain = at_once.differentiate(*given)
+    with torch.autocast("cpu", torch.float16):
+        cast = at_once.differentiate(*given)
+    for one, other in zip((plain.query, *plain.networks), (cast.query, *cast.networks), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("method", ["gan", "mmd"])
 def test_what_is_not_wanted_is_not_computed(method):
     matcher = matcher_of(method, "stable")

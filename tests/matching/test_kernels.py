@@ -61,7 +61,7 @@ def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, monke
     single = [tensor.float().to(DEVICE) for tensor in given]
     assert kernels.serve(single[0])
     found = sinkhorn._plans(*single, 20, 0.0)
-    monkeypatch.setattr(kernels, "serve", lambda tensor: False)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain = sinkhorn._plans(*single, 20, 0.0)
     for told, usual, truth in zip(found, plain, exact, strict=True):
         assert told.shape == truth.shape and told.dtype == (
@@ -143,7 +143,7 @@ def test_mmd_is_as_precise_as_plain_torch_in_single_precision(n, m, d, masked, w
 
     exact, told = found(torch.float64), found(torch.float32)
     served = []
-    monkeypatch.setattr(kernels, "serve", lambda tensor: bool(served.append(tensor)))
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: bool(served.append(tensor)))
     plain = found(torch.float32)
     assert served
     for one, usual, truth in zip(told, plain, exact, strict=True):
@@ -194,7 +194,7 @@ def test_features_are_as_precise_as_plain_torch_in_single_precision(layers, toke
 
     told = found(torch.float32)
     served = []
-    monkeypatch.setattr(kernels, "serve", lambda tensor: bool(served.append(tensor)))
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: bool(served.append(tensor)))
     plain, exact = found(torch.float32), found(torch.float64)
     assert served and len(told) == len(exact) == {"tokens": 2, "weights": 7, "both": 8}[learns]
     for one, usual, truth in zip(told, plain, exact, strict=True):

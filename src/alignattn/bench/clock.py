@@ -25,14 +25,19 @@ class Timing:
 
 
 def side_by_side(
-    candidates: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int = 3
+    candidates: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 3,
+    calls: int = 1,
 ) -> dict[str, Timing]:
-    """Call each candidate once a round, each time starting with another, after some rounds that are not counted."""
+    """Call each candidate so often a round, each time starting with another, after some calls that are not counted."""
     repeats = {}
     for name, call in candidates.items():
         for _ in range(warmup):
             call()
-        repeats[name] = max(1, round(LEAST / max(_seconds(call, 1, device), 1e-7)))
+        repeats[name] = calls * max(1, round(LEAST / max(calls * _seconds(call, 1, device), 1e-7)))
     names = list(candidates)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):

@@ -9,6 +9,7 @@ from torch import Tensor
 from alignattn.bench.row import Row, measured
 from alignattn.bench.straightforward import LayerLoss
 from alignattn.config import METHODS, resolve
+from alignattn.matching.at_once import differentiate
 
 LENGTHS = (128, 512, 2048, 8192)
 NAIVE_PAIRS = 2**28  # numbers in one matrix of all problems; more are not tried
@@ -50,9 +51,10 @@ def _ours(method: str, query: Tensor, key: Tensor) -> Callable[[], None]:
     matcher = METHODS[method][0](resolve(method, None, "stable", {}).matcher)
     matcher.ensure(["layer"], query.shape[-1], query.device)
 
+    outer = torch.full((1, *query.shape[:2]), 1 / query.shape[1], device=query.device)
+
     def call() -> None:
-        matcher(query[None], key[None], None, None, ["layer"]).mean().backward()
-        _forget(query, key, *matcher.parameters())
+        differentiate(matcher, query.detach()[None], key.detach()[None], None, None, ["layer"], outer)
 
     return call
 

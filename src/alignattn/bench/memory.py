@@ -28,10 +28,10 @@ def peak(call: Callable[[], object], device: torch.device) -> int:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    changes = [event for event in events if event.get("name") == "[memory]"]
     most = now = 0
-    for _, change in changes:
-        now += change
+    for change in sorted(changes, key=lambda event: event["ts"]):
+        now += change["args"]["Bytes"]
         most = max(most, now)
     return most
 

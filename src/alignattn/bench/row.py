@@ -12,7 +12,7 @@ from alignattn.bench.memory import peak
 
 @dataclass(frozen=True)
 class Row:
-    """What one candidate took in one case; `ratio` and `memory_ratio` are to the first candidate of the case."""
+    """What one candidate took in one case; ratios are to the first candidate that ran."""
 
     part: str  # of the benchmark
     case: str
@@ -31,10 +31,11 @@ def measured(
     device: torch.device,
     *,
     rounds: int,
+    calls: int = 1,
     failed: Mapping[str, str] | None = None,
     details: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Row]:
-    """Time and memory of all candidates. One that runs out of memory is told of, and left out."""
+    """Time of so many calls of each candidate, and memory. One that runs out of memory is told of, and left out."""
     lost = dict(failed or {})
     fit: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
@@ -46,21 +47,18 @@ def measured(
         except torch.OutOfMemoryError:
             lost[name] = "out of memory"
             torch.cuda.empty_cache()
-    timings = side_by_side(fit, device, rounds=rounds) if fit else {}
-    first = next(iter(candidates), "")
-    rows = []
-    for name in [*candidates, *(n for n in lost if n not in candidates)]:
-        base = memory.get(first)
-        rows.append(
-            Row(
-                part,
-                case,
-                name,
-                timings.get(name),
-                memory.get(name),
-                memory[name] / base if name in memory and base else None,
-                lost.get(name),
-                dict((details or {}).get(name, {})),
-            )
+    timings = side_by_side(fit, device, rounds=rounds, calls=calls) if fit else {}
+    base = memory[next(iter(fit))] if fit else None
+    return [
+        Row(
+            part,
+            case,
+            name,
+            timings.get(name),
+            memory.get(name),
+            memory[name] / base if name in memory and base else None,
+            lost.get(name),
+            dict((details or {}).get(name, {})),
         )
-    return rows
+        for name in [*candidates, *(n for n in lost if n not in candidates)]
+    ]

@@ -9,12 +9,14 @@ from functools import partial
 
 import torch
 
-from alignattn.alignment import Alignment, align
+from alignattn import balance
+from alignattn.alignment import align
 from alignattn.bench import straightforward
 from alignattn.bench.row import Row, measured
 from alignattn.bench.workload import Shape, autocast, make_batch, make_model, training_step
 
 LAYERS = (2, 4, 8, 16)
+CALLS = balance.EVERY  # timed at once: alignment looks at its health in one of them
 
 
 def whole_steps(
@@ -22,7 +24,9 @@ def whole_steps(
 ) -> list[Row]:
     """Forward, backward and optimizer, alignment included; memory beyond weights and the optimizer's state."""
     candidates = _candidates(shape, methods, device, naive=not compiled, compiled=compiled)
-    return measured("step", f"{shape}{', compiled' if compiled else ''}", candidates, device, rounds=rounds)
+    return measured(
+        "step", f"{shape}{', compiled' if compiled else ''}", candidates, device, rounds=rounds, calls=CALLS
+    )
 
 
 def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
@@ -30,7 +34,7 @@ def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rou
     for layers in LAYERS:
         deeper = replace(shape, layers=layers)
         candidates = _candidates(deeper, methods, device, naive=False, compiled=False)
-        yield measured("layers", f"{deeper}, {layers} layers", candidates, device, rounds=rounds)
+        yield measured("layers", f"{deeper}, {layers} layers", candidates, device, rounds=rounds, calls=CALLS)
 
 
 def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> list[Row]:
@@ -42,11 +46,10 @@ def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rou
         with torch.no_grad(), autocast(device, shape.precision):
             return model(**batch)
 
-    kept: list[Alignment] = []
     for name in ("soft", *methods):
         model = make_model(shape, device)
         if name != "soft":
-            kept.append(align(model, name))
+            align(model, name)
         calls[name] = partial(evaluated, model.eval())
     return measured("inference", str(shape), calls, device, rounds=rounds)
 

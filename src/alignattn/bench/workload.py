@@ -20,6 +20,7 @@ class Shape:
     batch: int
     tokens: int
     precision: str  # of autocast: "fp32", "bf16" or "fp16"
+    vocabulary: int = 30522
 
     def __str__(self) -> str:
         return f"{self.name}, {self.batch} × {self.tokens}, {self.precision}"
@@ -32,6 +33,7 @@ def make_model(shape: Shape, device: torch.device) -> nn.Module:
     """A classifier of two classes, in training mode. Models of one shape begin alike."""
     transformers = library()
     config = transformers.BertConfig(
+        vocab_size=shape.vocabulary,
         num_hidden_layers=shape.layers,
         hidden_size=shape.width,
         num_attention_heads=shape.heads,
@@ -48,7 +50,7 @@ def make_model(shape: Shape, device: torch.device) -> nn.Module:
 def make_batch(shape: Shape, device: torch.device) -> dict[str, Tensor]:
     """Random words; every fourth sample is padded by a quarter."""
     generator = torch.Generator("cpu").manual_seed(1)
-    ids = torch.randint(1, 30000, (shape.batch, shape.tokens), generator=generator)
+    ids = torch.randint(1, shape.vocabulary, (shape.batch, shape.tokens), generator=generator)
     mask = torch.ones_like(ids)
     mask[::4, -(shape.tokens // 4) :] = 0
     batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.arange(shape.batch) % 2}

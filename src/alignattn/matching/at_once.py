@@ -26,7 +26,7 @@ class Differentiated:
     losses: Float[Tensor, "l b h"]
     query: Float[Tensor, "l b h n d"] | None
     key: Float[Tensor, "l b h m d"] | None
-    networks: list[Tensor | None]  # as matcher.parameters() has them
+    networks: list[Tensor | None]  # in the order of matcher.parameters()
 
 
 def differentiate(
@@ -41,44 +41,49 @@ def differentiate(
     of_query: bool = True,
     of_key: bool = True,
 ) -> Differentiated:
-    """As `matcher(query, key, ...)` and a backward with `outer` would; networks that need no gradient have None."""
+    """As `matcher(query, key, ...)` and a backward with `outer` would.
+
+    None stands for gradients that are not wanted, or do not depend on what they are of.
+    """
     parameters = list(matcher.parameters())
-    learning = [parameter for parameter in parameters if parameter.requires_grad]
-    gradients: list[Tensor | None] = [None] * len(learning)
-    wanted = (of_query, of_key)
-    wholes = [torch.empty_like(side) if want else None for side, want in zip((query, key), wanted, strict=True)]
+    learning = [place for place, parameter in enumerate(parameters) if parameter.requires_grad]
+    networks: list[Tensor | None] = [None] * len(parameters)
+    tokens = [(side, want) for side, want in ((query, of_query), (key, of_key))]
+    wholes: list[Tensor | None] = [None, None]
     losses = []
     for piece in _pieces(matcher, query, key):
-        sides = [t[:, piece].detach().requires_grad_(want) for t, want in zip((query, key), wanted, strict=True)]
+        leaves = [side[:, piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[:, piece] for mask in (query_mask, key_mask)]
-        with torch.enable_grad():
-            values: Tensor = matcher(sides[0], sides[1], masks[0], masks[1], names)
-        losses.append(values.detach())
-        if not values.requires_grad:
-            continue
-        leaves = [side for side in sides if side.requires_grad]
-        found = torch.autograd.grad(values, [*leaves, *learning], outer[:, piece].to(values), allow_unused=True)
-        arrived = iter(found)
-        for whole in wholes:
-            if whole is not None:
-                gradient = next(arrived)
-                whole[:, piece] = 0.0 if gradient is None else gradient
-        gradients = [_sum(one, other) for one, other in zip(gradients, arrived, strict=True)]
-    by_parameter = dict(zip(map(id, learning), gradients, strict=True))
-    networks = [by_parameter.get(id(parameter)) for parameter in parameters]
+        # The backward too: a user's autocast would take its products to half precision.
+        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
+            values: Tensor = matcher(leaves[0], leaves[1], masks[0], masks[1], names)
+            losses.append(values.detach())
+            if not values.requires_grad:
+                continue
+            of = [*(leaf for leaf in leaves if leaf.requires_grad), *(parameters[place] for place in learning)]
+            arrived = iter(torch.autograd.grad(values, of, outer[:, piece].to(values), allow_unused=True))
+        for side, (whole, want) in enumerate(tokens):
+            gradient = next(arrived) if want else None
+            if gradient is not None:
+                kept = wholes[side] = torch.zeros_like(whole) if wholes[side] is None else wholes[side]
+                assert kept is not None
+                kept[:, piece] = gradient
+        for place, gradient in zip(learning, arrived, strict=True):
+            networks[place] = added(networks[place], gradient)
     return Differentiated(torch.cat(losses, 1), wholes[0], wholes[1], networks)
+
+
+def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum, None being nothing. Not in place: autograd may have handed out one tensor for two."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
 
 
 def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[slice]:
     samples = query.shape[1]
-    if not matcher.separable:
+    if not matcher.is_separable():
         return [slice(0, samples)]
     size = PIECE.get(query.device.type, LARGEST_PIECE)
     step = max(1, min(samples, size * samples // (query.numel() + key.numel())))
     return [slice(start, start + step) for start in range(0, samples, step)]
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one.add_(other)

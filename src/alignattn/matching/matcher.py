@@ -55,9 +55,12 @@ class NetworkConfig(MatcherConfig):
 
 
 class Matcher(nn.Module):
-    """Base of the four methods. Subclasses give `losses`, and `networks` if they have any."""
+    """Base of the four methods. Subclasses give `losses`, and `networks` if they have any.
 
-    separable: ClassVar[bool] = False  # samples and layers know nothing of each other, and may be matched apart
+    Queries, keys and the matcher's own parameters get gradients; whatever else a loss is computed with is a constant.
+    """
+
+    separable: ClassVar[bool] = False  # see is_separable
 
     def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -94,6 +97,18 @@ class Matcher(nn.Module):
             self.banks.append(nn.ModuleDict(dict(networks)).to("cpu" if device.type == "meta" else device))
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
+
+    @classmethod
+    def is_separable(cls) -> bool:
+        """Whether samples and layers know nothing of each other, and may be matched apart.
+
+        Said by `separable = True` in the class that defines `losses`: one that inherits it and does something else
+        has not said so.
+        """
+        for kind in cls.__mro__:
+            if own := {"losses", "forward", "separable"} & vars(kind).keys():
+                return "separable" in own and bool(vars(kind)["separable"])
+        return False
 
     def tell(self, name: str, value: Tensor, problems: int) -> None:
         """A figure for the logs, the mean over so many problems."""

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-WIDEST_HEAD = 256  # wider ones do not fit the registers
+WIDEST = 128  # wider tokens do not fit the registers
 
 
 @functools.cache
@@ -17,8 +17,8 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def serve(tensor: torch.Tensor) -> bool:
+def serve(tensor: torch.Tensor, *, widest: int = WIDEST) -> bool:
     """Whether kernels run for such tensors: in single precision on accelerators; on a CPU in the interpreter alone."""
-    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype != torch.float32 or tensor.shape[-1] > WIDEST_HEAD:
+    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype != torch.float32 or tensor.shape[-1] > widest:
         return False
     return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _installed()

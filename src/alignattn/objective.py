@@ -154,7 +154,7 @@ class Objective:
         groups: list[tuple[Any, list[int]]] = []
         for place, record in enumerate(records):
             query, key = record.query, record.key
-            if query.device.type == "cpu" and self.matcher.is_separable() and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and query.device.type == "cpu" and self.matcher.is_separable():
                 groups.append((None, [place]))
                 continue
             bank = self.matcher.bank(record.name, query.shape[-1])

@@ -8,7 +8,7 @@ import alignattn
 PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
-ANYONE = {"errors", "files", "processes", "weights"}
+ANYONE = {"arguments", "errors", "files", "processes", "weights"}
 CORE = {
     "capture",
     "matching",
@@ -32,6 +32,7 @@ CORE = {
     "functional",
 }
 ALLOWED = {
+    "arguments": set(),
     "errors": set(),
     "files": set(),
     "processes": set(),

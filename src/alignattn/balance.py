@@ -47,7 +47,7 @@ class Balance:
         gradient: Tensor,
         weight: Weight,
         *,
-        scale: float = 1.0,
+        scale: float,
         through: bool,
     ) -> Callable[[Tensor], None] | None:
         """Alignment's gradient of these tokens is known, times `scale`; `through`: it also goes through them, weighed.

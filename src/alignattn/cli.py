@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignattn import __version__
-from alignattn.errors import AlignmentError, AlignmentWarning, ConfigError, DataError
+from alignattn.arguments import at_least_one, names, seeds, weights
+from alignattn.bench import command as bench_command
+from alignattn.errors import AlignmentError, AlignmentWarning, DataError
 from alignattn.finetune import command as finetune_command
-from alignattn.weights import read_weight, write_weight
+from alignattn.weights import write_weight
 
 if TYPE_CHECKING:
-    from alignattn.bench.row import Row
     from alignattn.experiments.compare import Comparison
     from alignattn.experiments.recipe import Recipe
     from alignattn.experiments.runner import Executor, Outcome, Sweep
@@ -134,7 +135,7 @@ def _compare(options: argparse.Namespace) -> int:
         raise AlignmentError(f"compare needs {error.name}: pip install 'alignattn[demo]'") from error
     from alignattn.results import read_all
 
-    metrics = _names(options.metrics) if options.metrics else None
+    metrics = names(options.metrics) if options.metrics else None
     results = read_all(options.results)
     print(tables.FORMATS[options.format](compare.compare(results, metrics)), end="")
     if options.frontier is not None:
@@ -165,33 +166,7 @@ def _finetune(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from alignattn.bench import command, report
-    from alignattn.experiments.training import Place
-
-    device = Place(device=options.device).torch_device()
-    chosen = {name: getattr(options, name) for name in ("parts", "methods") if getattr(options, name)}
-    plan = command.Plan(device, quick=options.quick, compiled=options.compile, rounds=options.rounds, **chosen)
-    rows: list[Row] = []
-    for case in command.measure(plan):
-        rows += case
-        print(report.text(case), flush=True)
-        report.write(
-            options.out, rows, device, _typed(options)
-        )  # what is measured is kept, whatever happens to the rest
-    print(f"Figures: {options.out}")
-    return 0
-
-
-def _typed(options: argparse.Namespace) -> str:
-    """The command, for the file: where it is written is left out."""
-    parts = ["alignattn", "bench"]
-    parts += [f"--{name}" for name in ("quick", "compile") if getattr(options, name)]
-    for name in ("parts", "methods"):
-        if getattr(options, name):
-            parts += [f"--{name}", ",".join(getattr(options, name))]
-    if options.device != "auto":
-        parts += ["--device", options.device]
-    return " ".join(parts + (["--rounds", str(options.rounds)] if options.rounds else []))
+    return bench_command.carry_out(options, print)
 
 
 def _executor(options: argparse.Namespace) -> "Executor":
@@ -256,10 +231,10 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="a small vision transformer on digits, soft and aligned, in two minutes")
     demo.set_defaults(handler=_demo)
-    demo.add_argument("--seeds", type=_at_least_one, default=5, help="runs of each method (default: %(default)s)")
-    demo.add_argument("--steps", type=_at_least_one, help="training steps a run (default: the recipe's)")
+    demo.add_argument("--seeds", type=at_least_one, default=5, help="runs of each method (default: %(default)s)")
+    demo.add_argument("--steps", type=at_least_one, help="training steps a run (default: the recipe's)")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to fill (default: %(default)s)")
-    demo.add_argument("--workers", type=_at_least_one, help="processes (default: one a core, two at most)")
+    demo.add_argument("--workers", type=at_least_one, help="processes (default: one a core, two at most)")
 
     run = commands.add_parser(
         "run", help="run a recipe: train every method from every seed, keep a result file of each"
@@ -268,20 +243,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("recipe", nargs="?", help="the name of a recipe, or the path of a .toml file")
     run.add_argument("--list", action="store_true", help="name the recipes that come with alignattn, and end")
     run.add_argument("--dry-run", action="store_true", help="show settings, steps and estimated time, and end")
-    run.add_argument("--seeds", type=_seeds, help="how many, from 0 on; or which: 3,4,5 or 3-5")
-    run.add_argument("--methods", type=_names, help="such as soft,gan,ot,ct,mmd")
-    run.add_argument(
-        "--weights", type=_weights, help="of the alignment loss, such as 0.1,1,auto: each method with each"
-    )
+    run.add_argument("--seeds", type=seeds, help="how many, from 0 on; or which: 3,4,5 or 3-5")
+    run.add_argument("--methods", type=names, help="such as soft,gan,ot,ct,mmd")
+    run.add_argument("--weights", type=weights, help="of the alignment loss, such as 0.1,1,auto: each method with each")
     run.add_argument("--data-dir", type=Path, help="folder that holds the data")
     run.add_argument("--model", help="folder that holds the model, or its name on the hub")
     run.add_argument("--out", type=Path, default=Path("runs"), help="folder for result files (default: %(default)s)")
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any setting: train.steps=100")
     run.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: an accelerator if there is one)")
     run.add_argument(
-        "--threads", type=_at_least_one, help="of torch on the CPU, each worker's (default: share the cores)"
+        "--threads", type=at_least_one, help="of torch on the CPU, each worker's (default: share the cores)"
     )
-    run.add_argument("--workers", type=_at_least_one, default=1, help="processes at once (default: %(default)s)")
+    run.add_argument("--workers", type=at_least_one, default=1, help="processes at once (default: %(default)s)")
     run.add_argument(
         "--ray",
         nargs="?",
@@ -299,13 +272,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="what alignment costs on this machine, beside soft attention and peers")
     bench.set_defaults(handler=_bench)
-    bench.add_argument("--quick", action="store_true", help="small models, a minute on two cores")
-    bench.add_argument("--parts", type=_names, help="of step, length, layers, sinkhorn, inference (default: all)")
-    bench.add_argument("--methods", type=_names, help="of gan,ot,ct,mmd (default: all)")
-    bench.add_argument("--compile", action="store_true", help="whole steps under torch.compile")
-    bench.add_argument("--rounds", type=_at_least_one, help="how often each is timed")
-    bench.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: an accelerator if there is one)")
-    bench.add_argument("--out", type=Path, default=Path("runs/bench.json"), help="file to write (default: %(default)s)")
+    bench_command.add_options(bench)
 
     compare = commands.add_parser("compare", help="set results beside soft attention and the paper, with a verdict")
     compare.set_defaults(handler=_compare)
@@ -314,41 +281,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--metrics", help="such as accuracy,ece@mnli (default: what the recipe reports)")
     compare.add_argument("--frontier", type=Path, metavar="FILE", help="draw metrics against MMD²: png, svg or pdf")
     return parser
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _seeds(text: str) -> int | list[int]:
-    """`5`: five seeds from 0 on; `3,4` and `3-5`: those."""
-    try:
-        if "," not in text and "-" not in text:
-            return _at_least_one(text)
-        seeds: list[int] = []
-        for part in filter(None, text.split(",")):
-            first, _, last = part.partition("-")
-            seeds += range(int(first), int(last or first) + 1)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"a number such as 5, or a list such as 3,4,5 or 3-5; got {text!r}") from None
-    if not seeds:
-        raise argparse.ArgumentTypeError(f"names no seed: {text!r}")
-    return seeds
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _weights(text: str) -> list[float | str]:
-    try:
-        read = [read_weight(part.strip()) for part in text.split(",") if part.strip()]
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return [weight if isinstance(weight, float) else str(weight) for weight in read]
 
 
 def _duration(seconds: float) -> str:

@@ -64,7 +64,7 @@ class Delivery:
                 self.told += [] if tell is None else [tell]
 
     def term(self) -> Tensor:
-        """The value."""
+        """The value, whose backward hands out the gradients."""
         term: Tensor = _Deliver.apply(self.value, self.gradients, self.factors, self.told, *self.targets)
         return term
 
@@ -115,7 +115,6 @@ class _Deliver(torch.autograd.Function):
         for tell in ctx.told:
             tell(outer[0])
         ctx.told = []
-        # In fp32 at least: a gradient scaler's factor alone may be more than fp16 can hold.
         handed = (
             (at_least_single(g) * (outer[0] * f).to(g.device)).to(g.dtype)
             for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True)

@@ -53,6 +53,15 @@ class _Stack:
     outer: Tensor  # [l, b, h]: what each problem counts in the total
 
 
+@dataclass(frozen=True)
+class _Matched:
+    """What matching made of a record: its part of the total, and the gradients of its queries and keys."""
+
+    value: Tensor
+    of_query: Tensor | None
+    of_key: Tensor | None
+
+
 class Objective:
     """The alignment loss of all records, weighted.
 
@@ -77,8 +86,7 @@ class Objective:
         leaves = [_leaf(record, wanted=acts) for record in records]
         rows = [leaf.unpacked() for leaf in leaves]
         scale = self._scale(leaves, shares)
-        values: dict[int, Tensor] = {}
-        gradients: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        matched: dict[int, _Matched] = {}
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
         for stack in self._stacks(rows, shares):
             self._show(stack, watchers)
@@ -96,19 +104,19 @@ class Objective:
             )
             weighed = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
             for at, place in enumerate(stack.places):
-                values[place] = weighed[at]
-                own = tuple(None if whole is None else whole[at] for whole in (found.query, found.key))
-                gradients[place] = _through_unpacking(leaves[place], rows[place], own)
+                of_row = tuple(None if whole is None else whole[at] for whole in (found.query, found.key))
+                matched[place] = _Matched(weighed[at], *_through_unpacking(leaves[place], rows[place], of_row))
             of_networks = [added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
-        total = torch.stack([values[place].to(values[0].device) for place in range(len(records))]).sum()
-        handed = delivery.Delivery(weight * total)
+        values = [matched[place].value for place in range(len(records))]
+        handed = delivery.Delivery(weight * _sum(values))
         for place, record in enumerate(records if acts else ()):
-            handed.to_tokens(record, *gradients[place], weight, scale, self.config.generator, balance)
+            own = matched[place].of_query, matched[place].of_key
+            handed.to_tokens(record, *own, weight, scale, self.config.generator, balance)
         of_weight = weight if self.weighs_networks else 1.0
         for parameter, gradient in zip(self.matcher.parameters(), of_networks, strict=True):
             if gradient is not None:
                 handed.to(parameter, gradient, of_weight / scale)
-        return handed.term(), _parts(rows, [values[place] / share for place, share in enumerate(shares)])
+        return handed.term(), _parts(rows, values, shares)
 
     def _scale(self, records: list[QueryKey], shares: list[float]) -> float:
         """Brings a token's gradient to about one: on its way it may be in fp16, where 1e-7 is nothing."""
@@ -130,13 +138,13 @@ class Objective:
                 replace(r, query=delivery.scale_gradient(r.query, weight), key=delivery.scale_gradient(r.key, weight))
                 for r in rows
             ]
-        values: dict[int, Tensor] = {}
+        found: dict[int, Tensor] = {}
         for stack in self._stacks(rows, shares):
             self._show(stack, watchers)
             losses = self.matcher(stack.query, stack.key, stack.query_mask, stack.key_mask, stack.names)
-            values |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
-        total = torch.stack([values[place].to(values[0].device) for place in range(len(records))]).sum()
-        parts = _parts(rows, [values[place].detach() / share for place, share in enumerate(shares)])
+            found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
+        values = [found[place] for place in range(len(records))]
+        total, parts = _sum(values), _parts(rows, [value.detach() for value in values], shares)
         if self.weighs_networks:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
@@ -187,10 +195,16 @@ class Objective:
             watcher.watch(stack.names, stack.query.detach(), stack.key.detach(), *masks)
 
 
-def _parts(records: list[QueryKey], values: list[Tensor]) -> Parts:
-    """Each call's part by name, the mean where several passes have it."""
+def _sum(values: list[Tensor]) -> Tensor:
+    """Layers may be on several devices."""
+    return torch.stack([value.to(values[0].device) for value in values]).sum()
+
+
+def _parts(records: list[QueryKey], values: list[Tensor], shares: list[float]) -> Parts:
+    """Each call's part by name, without its share in the total; the mean where several passes have it."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for record, value in zip(records, values, strict=True):
+    for record, value, share in zip(records, values, shares, strict=True):
+        value = value / share
         if record.sample_weight is not None:  # a part tells of this batch, whatever its share in the update is
             value = value / record.sample_weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
         parts[f"{record.name}#{record.call}" if record.call else record.name].append(value)

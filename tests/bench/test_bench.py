@@ -1,12 +1,13 @@
 """`alignattn bench`, as it is typed."""
 
 import json
+import math
 
 import pytest
 import torch
 
 from alignattn import cli
-from alignattn.bench import command, peers, steps
+from alignattn.bench import peers, plan, steps
 from alignattn.bench.row import measured
 from alignattn.bench.workload import Shape, make_batch, make_model, training_step
 
@@ -39,8 +40,8 @@ def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
 
 def test_a_part_that_is_named_is_measured_however_quick(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "LAYERS", (1, 2))
-    plan = command.Plan(torch.device("cpu"), parts=["layers"], methods=["mmd"], quick=True, rounds=1)
-    assert [row.case[-8:] for rows in command.measure(plan) for row in rows if row.name == "mmd"] == [
+    layers = plan.Plan(torch.device("cpu"), parts=["layers"], methods=["mmd"], quick=True, rounds=1)
+    assert [row.case[-8:] for rows in plan.measure(layers) for row in rows if row.name == "mmd"] == [
         "1 layers",
         "2 layers",
     ]
@@ -72,11 +73,33 @@ def test_what_is_unknown_is_told(arguments, told, tmp_path, capsys):
 
 
 def test_all_solve_the_same_problems_to_the_same_error():
-    """The values, with the fewest iterations that are enough, agree with long runs in double precision."""
-    (rows,) = peers.sinkhorn(torch.device("cpu"), quick=True, rounds=1)
+    """What the plans cost, each with the fewest iterations that are enough, is what a long run in double finds."""
+    (rows,) = peers.sinkhorn(CPU, quick=True, rounds=1)
     assert [row.name for row in rows] == ["alignattn", "geomloss", "POT"]
     for row in rows:
         assert row.failed is None and 0 < row.details["marginal_error"] <= peers.TARGET
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, 20, peers.WIDTH, generator=generator) / peers.WIDTH**0.5 for _ in range(2))
+    distance = torch.cdist(x.double(), y.double()).square() / 2
+    f = g = torch.zeros(3, 20, dtype=torch.float64)
+    for _ in range(2000):
+        f = -peers.EPSILON * torch.logsumexp((g[:, None, :] - distance) / peers.EPSILON - math.log(20), -1)
+        g = -peers.EPSILON * torch.logsumexp((f[:, :, None] - distance) / peers.EPSILON - math.log(20), -2)
+    plans = torch.exp((f[:, :, None] + g[:, None, :] - distance) / peers.EPSILON) / 400
+    expected = (plans * distance).sum((1, 2))
+    ours, geomloss, pot = (
+        peers._first_good(make(x, y))[0]() for make in (peers._alignattn, peers._geomloss, peers._pot)
+    )
+    theirs = torch.stack([peers._plan(x[i], y[i], *(p[i].flatten().double() for p in geomloss)) for i in range(3)])
+    for cost in (ours.cost[0], (theirs * distance).sum((1, 2)), (pot * distance).sum((1, 2))):
+        torch.testing.assert_close(cost.double(), expected, rtol=5e-3, atol=0.0)
+
+
+def test_the_error_is_the_largest_of_any_row_or_column_and_the_median_over_problems():
+    plan_ = torch.full((3, 4, 5), 1 / 20, dtype=torch.float64)
+    plan_[1, 2] *= 1.1  # a row, and a little of each column
+    plan_[2, :, 3] *= 1.3
+    assert peers._median_error(plan_) == pytest.approx(0.1)
 
 
 def test_a_step_is_one_of_plain_training():

@@ -1,64 +1,50 @@
-"""`alignattn bench`: what is measured where, quick or whole."""
+"""The options of `alignattn bench`. Nothing heavy is imported here: --help is instant."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable
+from pathlib import Path
 
-import torch
-
-from alignattn.bench import losses, peers, steps
-from alignattn.bench.row import Row
-from alignattn.bench.workload import Shape
-from alignattn.config import METHODS
-from alignattn.errors import unknown
-
-PARTS = ("step", "length", "layers", "sinkhorn", "inference")
-MINILM = Shape("MiniLM", 6, 384, 12, 8, 128, "fp32")
-BERT = Shape("BERT-base", 12, 768, 12, 32, 128, "bf16")
-LONG = Shape("BERT-base", 12, 768, 12, 16, 512, "bf16")
-SMALL = Shape("small", 2, 128, 4, 4, 64, "fp32", vocabulary=1000)
+from alignattn.arguments import at_least_one, names
+from alignattn.bench.parts import PARTS
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    device: torch.device
-    parts: Sequence[str] | None = None  # None: all, but "layers" if it is to be quick
-    methods: Sequence[str] = tuple(METHODS)
-    quick: bool = False
-    compiled: bool = False
-    rounds: int | None = None
-
-    def __post_init__(self) -> None:
-        for part in self.parts or ():
-            if part not in PARTS:
-                raise unknown("part", part, PARTS)
-        for method in self.methods:
-            if method not in METHODS:
-                raise unknown("method", method, METHODS)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of the command."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small models, a minute on two cores")
+    add("--parts", type=names, help=f"of {','.join(PARTS)} (default: all; with --quick all but layers)")
+    add("--methods", type=names, help="such as gan,mmd (default: all)")
+    add("--compile", action="store_true", help="whole steps under torch.compile")
+    add("--rounds", type=at_least_one, help="how often each is timed")
+    add("--device", default="auto", help="cpu, cuda, cuda:1 (default: an accelerator if there is one)")
+    add("--out", type=Path, default=Path("runs/bench.json"), help="file to write (default: %(default)s)")
 
 
-def measure(plan: Plan) -> Iterator[list[Row]]:
-    """Case by case, as they come."""
-    cuda = plan.device.type == "cuda"
-    lengths: Sequence[int]
-    if plan.quick:
-        shapes, rounds = [BERT] if cuda else [SMALL], 5
-        lengths, heads = (losses.LENGTHS[:2], 12) if cuda else ((64, 128), 2)
-    else:
-        shapes, rounds = [BERT, LONG] if cuda else [MINILM], 20 if cuda else 5
-        lengths, heads = (losses.LENGTHS, 12) if cuda else (losses.LENGTHS[:3], 4)
-    rounds = plan.rounds or rounds
-    device, methods = plan.device, plan.methods
-    parts = plan.parts or [part for part in PARTS if not (plan.quick and part == "layers")]
-    if "step" in parts:
-        for shape in shapes:
-            yield steps.whole_steps(shape, methods, device, rounds=rounds, compiled=plan.compiled)
-    if "length" in parts:
-        yield from losses.alone(lengths, methods, device, heads=heads, width=64, rounds=rounds)
-    if "layers" in parts:
-        yield from steps.by_layers(shapes[0], methods, device, rounds=rounds)
-    if "sinkhorn" in parts:
-        yield from peers.sinkhorn(device, quick=plan.quick, rounds=max(3, rounds // 4))
-    if "inference" in parts:
-        yield steps.inference(shapes[0], methods, device, rounds=rounds)
+def carry_out(options: argparse.Namespace, say: Callable[[str], object]) -> int:
+    """Measure, print and write, case by case: what is measured is kept, whatever happens to the rest."""
+    from alignattn.bench import report
+    from alignattn.bench.plan import Plan, measure
+    from alignattn.experiments.training import Place
+
+    device = Place(device=options.device).torch_device()
+    chosen = {name: getattr(options, name) for name in ("parts", "methods") if getattr(options, name)}
+    plan = Plan(device, quick=options.quick, compiled=options.compile, rounds=options.rounds, **chosen)
+    rows = []
+    for case in measure(plan):
+        rows += case
+        say(report.text(case))
+        report.write(options.out, rows, device, _typed(options))
+    say(f"Figures: {options.out}")
+    return 0
+
+
+def _typed(options: argparse.Namespace) -> str:
+    """The command, for the file: where it is written is left out."""
+    parts = ["alignattn", "bench"]
+    parts += [f"--{name}" for name in ("quick", "compile") if getattr(options, name)]
+    for name in ("parts", "methods"):
+        if getattr(options, name):
+            parts += [f"--{name}", ",".join(getattr(options, name))]
+    if options.device != "auto":
+        parts += ["--device", options.device]
+    return " ".join(parts + (["--rounds", str(options.rounds)] if options.rounds else []))

@@ -50,7 +50,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Callable[[], None]:
 def _ours(method: str, query: Tensor, key: Tensor) -> Callable[[], None]:
     matcher = METHODS[method][0](resolve(method, None, "stable", {}).matcher)
     matcher.ensure(["layer"], query.shape[-1], query.device)
-
     outer = torch.full((1, *query.shape[:2]), 1 / query.shape[1], device=query.device)
 
     def call() -> None:

@@ -36,8 +36,8 @@ def sinkhorn(device: torch.device, *, quick: bool, rounds: int) -> Iterator[list
                 continue
             try:
                 calls[name], details[name] = _first_good(make(x, y))
-            except (ImportError, AttributeError):  # or too old to solve many problems at once
-                failed[name] = "not installed"
+            except ImportError:
+                failed[name] = "not installed, or too old to solve many problems at once"
             except (torch.OutOfMemoryError, LookupError) as error:
                 failed[name] = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
         case = f"{problems} problems of {tokens} × {WIDTH}, marginals within {TARGET:.0%}"
@@ -91,14 +91,14 @@ def _geomloss(x: Tensor, y: Tensor) -> Iterator[tuple[float, Solve, Error]]:
 
 
 def _pot(x: Tensor, y: Tensor) -> Iterator[tuple[float, Solve, Error]]:
-    import ot
+    from ot import batch
 
     for iterations in _powers(4, 4096):
 
         def solve(iterations: int = iterations) -> object:
             with torch.no_grad():
-                cost = ot.batch.dist_batch(x, y, metric="sqeuclidean") / 2
-                return ot.batch.solve_batch(
+                cost = batch.dist_batch(x, y, metric="sqeuclidean") / 2
+                return batch.solve_batch(
                     cost, EPSILON, max_iter=iterations, tol=0.0, method="log_sinkhorn", grad="detach"
                 ).plan
 

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import torch
 
+from alignattn.bench.parts import PARTS
 from alignattn.bench.row import Row
 from alignattn.experiments import provenance
 from alignattn.files import write_whole
 
 SCHEMA = 1
-TITLES = {
-    "step": "Whole training steps",
-    "layers": "Whole training steps, by layers",
-    "length": "Each loss and its backward, by length",
-    "sinkhorn": "Sinkhorn, at equal marginal error",
-    "inference": "Evaluation, attached",
-}
 
 
 def write(path: Path, rows: Sequence[Row], device: torch.device, command: str) -> None:
@@ -44,7 +38,7 @@ def text(rows: Iterable[Row]) -> str:
         table = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
         ]
-        blocks.append("\n".join([f"{TITLES[part]}: {case}", *table]))
+        blocks.append("\n".join([f"{PARTS[part]}: {case}", *table]))
     return "\n\n".join(blocks) + "\n"
 
 

@@ -12,7 +12,7 @@ the problem, and takes them from at most 512 tokens.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -158,7 +158,7 @@ def _evaluate(
         )
     ]
     evaluate = _by_kernel if kernels.serve(x) else _by_matrices
-    totals, x_gradient, y_gradient = evaluate(x, y, v, w, inverse, shares, without_own, with_gradient)
+    totals, x_gradient, y_gradient = evaluate(_Sides(x, y, v, w, inverse), shares, without_own, with_gradient)
     if unbiased:  # k(x, x) = 1 on the diagonal
         totals = (totals[0] - n, totals[1] - m, totals[2])
     losses = sum((total * share for total, share in zip(totals, shares, strict=True)), start=torch.zeros_like(inverse))
@@ -168,22 +168,24 @@ def _evaluate(
     return losses.view(samples, heads), x_gradient, y_gradient
 
 
+class _Sides(NamedTuple):
+    """Queries and keys of some problems, which of them count, and the kernel's 1/(2 s²)."""
+
+    x: Float[Tensor, "p n d"]
+    y: Float[Tensor, "p m d"]
+    v: Float[Tensor, "p n"]
+    w: Float[Tensor, "p m"]
+    inverse: Float[Tensor, " p"]
+
+
 Sums = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
 
 
-def _by_kernel(
-    x: Float[Tensor, "p n d"],
-    y: Float[Tensor, "p m d"],
-    v: Float[Tensor, "p n"],
-    w: Float[Tensor, "p m"],
-    inverse: Float[Tensor, " p"],
-    shares: list[Tensor],
-    without_own: bool,
-    with_gradient: bool,
-) -> Sums:
+def _by_kernel(sides: _Sides, shares: list[Tensor], without_own: bool, with_gradient: bool) -> Sums:
     """The three sums of kernels, and gradients of their weighted sum in x and in y."""
     from alignattn.matching.kernels.discrepancy import sums
 
+    x, y, v, w, inverse = sides
     found = []
     for first, second, one, other, share in ((x, y, v, w, shares[0]), (y, x, w, v, shares[1])):
         tokens = first, second, one, other, inverse
@@ -197,17 +199,9 @@ def _by_kernel(
     return (totals[0], totals[2], totals[1]), gradients[0], gradients[1]
 
 
-def _by_matrices(
-    x: Float[Tensor, "p n d"],
-    y: Float[Tensor, "p m d"],
-    v: Float[Tensor, "p n"],
-    w: Float[Tensor, "p m"],
-    inverse: Float[Tensor, " p"],
-    shares: list[Tensor],
-    without_own: bool,
-    with_gradient: bool,
-) -> Sums:
+def _by_matrices(sides: _Sides, shares: list[Tensor], without_own: bool, with_gradient: bool) -> Sums:
     """The same, tile by tile."""
+    x, y, v, w, inverse = sides
     x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
     totals = []
     for first, second, one, other, share, gradients in (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST_TILE = 64
+TILE = 64
 
 
 @triton.jit
@@ -76,13 +76,11 @@ def sums(
     *,
     without_own: bool,
     with_gradient: bool,
-    largest_tile: int = LARGEST_TILE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`within` and `across` [p, n], and `gradient` [p, n, d] of tokens x [p, n, d] beside y [p, m, d]."""
     problems, n, d = x.shape
     width = max(16, triton.next_power_of_2(d))
-    tile = min(largest_tile, 32 if width > 128 else 64)
-    rows, columns = (min(tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
+    rows, columns = (min(TILE, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
     blocks = triton.cdiv(n, rows)
     within, across = x.new_empty(problems, n), x.new_empty(problems, n)
     gradient = x.new_empty(x.shape if with_gradient else (0,))

@@ -56,7 +56,11 @@ def told(label: str, future: Future[Result], begun: float) -> str:
         result = future.result()
     except Exception as error:  # noqa: BLE001  # a worker that died: the others go on
         return f"LOST {label}: {error}"
-    outcome = str(result.error).splitlines()[0] if result.failed else f"{result.times['train']:.0f} s"
+    outcome = (
+        str(result.error).splitlines()[0]
+        if result.failed
+        else f"{result.times['train']:.0f} s, {1000 * result.times['step']:.0f} ms a step"
+    )
     return f"{time.monotonic() - begun:5.0f} s  {'FAILED ' if result.failed else ''}{label}: {outcome}"
 
 

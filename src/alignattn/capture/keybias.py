@@ -37,7 +37,7 @@ class KeyBias:
         parameter = self.parameter
         if parameter.requires_grad:
             behind = parameter.shape[0] - self.start - self.size
-            parameter.add_(_like(F.pad(by, (self.start, behind)), parameter))
+            parameter.add_(like(F.pad(by, (self.start, behind)), parameter))
 
 
 def find_key_bias(module: nn.Module) -> KeyBias | None:
@@ -54,20 +54,20 @@ def find_key_bias(module: nn.Module) -> KeyBias | None:
     return KeyBias(keys[0], "bias", 0, len(bias), keys[0]) if isinstance(bias, nn.Parameter) else None
 
 
-def are_projected(key: Tensor, output: Tensor | None) -> Tensor:
-    """Whether keys [b, h, m, d] are just what their projection put out, [b, m, groups·d]; a boolean on the device."""
-    samples, heads, tokens, width = key.shape
-    if output is None or output.ndim != 3 or output.shape[:2] != (samples, tokens) or output.shape[2] % width:
-        return torch.zeros((), dtype=torch.bool, device=key.device)
+def are_projected(tokens: Tensor, output: Tensor | None) -> Tensor:
+    """Whether keys or queries [b, h, m, d] are just what their projection put out, [b, m, groups·d]; on the device."""
+    samples, heads, length, width = tokens.shape
+    if output is None or output.ndim != 3 or output.shape[:2] != (samples, length) or output.shape[2] % width:
+        return torch.zeros((), dtype=torch.bool, device=tokens.device)
     split = output.unflatten(-1, (-1, width)).transpose(1, 2)  # (b, groups, m, d)
     groups = split.shape[1]
     if heads % groups:
-        return torch.zeros((), dtype=torch.bool, device=key.device)
-    same: Tensor = (key.unflatten(1, (groups, -1)) == split[:, :, None]).all()
+        return torch.zeros((), dtype=torch.bool, device=tokens.device)
+    same: Tensor = (tokens.unflatten(1, (groups, -1)) == split[:, :, None]).all()
     return same
 
 
-def _like(values: Tensor, parameter: Tensor) -> Tensor:
+def like(values: Tensor, parameter: Tensor) -> Tensor:
     """Values in the parameter's dtype, sharded as it is."""
     values = values.to(device=parameter.device, dtype=parameter.dtype)
     if hasattr(parameter, "placements"):  # as FSDP2 makes of parameters

@@ -87,7 +87,8 @@ class QueryKey:
     name: str = ""
     call: int = 0  # how often this module had been called before in the same forward pass
     projected: tuple[Projected, ...] = ()
-    key_output: Tensor | None = None  # what the key projection put out, where its bias may be shifted
+    query_output: Tensor | None = None  # what the projections put out, where something about them is free
+    key_output: Tensor | None = None
     query_source: Source | None = None  # where queries and keys are copies
     key_source: Source | None = None
 
@@ -156,6 +157,7 @@ class QueryKey:
             key_mask=mask,
             segments=None,
             sample_weight=weight,
+            query_output=None,
             key_output=None,
         )
 

@@ -140,7 +140,8 @@ class ProjectedSocket(Socket):
                 segments=None if cross else segments,
                 name=self.sites[module].name,
                 projected=projected,
-                key_output=self.tap.key_output(module),
+                query_output=self.tap.output(module, "query"),
+                key_output=self.tap.output(module, "key"),
             )
         )
 

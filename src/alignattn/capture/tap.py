@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
+from alignattn.capture.basis import Basis, find_basis
 from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.hooked import HookedSocket
 from alignattn.capture.huggingface import HuggingFaceSocket
@@ -51,6 +52,7 @@ class Tap:
         always: bool = False,
         projections: bool = False,  # also find what made queries and keys, for a gradient that stops there
         key_biases: bool = False,  # also find the biases of keys, which may be shifted
+        bases: bool = False,  # also find where queries and keys can be written in another basis
     ) -> None:
         self.model = model
         self.attend = attend
@@ -67,7 +69,8 @@ class Tap:
         self._sockets: list[Socket] = []
         self._handles: list[Any] = []
         self.key_biases: dict[str, KeyBias] = {}
-        self._key_outputs: dict[nn.Module, Tensor] = {}
+        self.bases: dict[str, Basis] = {}
+        self._outputs: dict[tuple[nn.Module, str], Tensor] = {}
         try:
             self._hook_model()  # before the sockets' hooks: the model may itself be an attention module
             for socket in SOCKETS:
@@ -80,8 +83,8 @@ class Tap:
                     )
                 if sites:
                     self._sockets.append(socket(self, sites))
-                if key_biases and socket.is_blind_to_shifts:
-                    self._find_key_biases(sites)
+                if socket.is_blind_to_shifts:
+                    self._find_what_is_free(sites, key_biases=key_biases, bases=bases)
             _forget_compiled_code()
         except BaseException:
             self.remove()
@@ -119,25 +122,30 @@ class Tap:
             return None
         return segments.expand(query.shape[0], n) if segments.shape[0] == 1 else segments
 
-    def _find_key_biases(self, sites: list[Site]) -> None:
+    def _find_what_is_free(self, sites: list[Site], *, key_biases: bool, bases: bool) -> None:
         for site in sites:
-            found = find_key_bias(site.module)
-            if found is None:
-                continue
-            self.key_biases[site.name] = found
-            if found.projection is not None:
-                self._handles.append(found.projection.register_forward_hook(Hook(self._keep_output_for(site.module))))
+            watched: dict[str, nn.Module] = {}
+            if bases and (basis := find_basis(site.module)) is not None:
+                self.bases[site.name] = basis
+                if basis.projections is not None:
+                    watched |= dict(zip(("query", "key"), basis.projections, strict=True))
+            if key_biases and (bias := find_key_bias(site.module)) is not None:
+                self.key_biases[site.name] = bias
+                if bias.projection is not None:
+                    watched["key"] = bias.projection
+            for side, projection in watched.items():
+                self._handles.append(projection.register_forward_hook(Hook(self._keep_output(site.module, side))))
 
-    def _keep_output_for(self, attention: nn.Module) -> Callable[..., None]:
+    def _keep_output(self, attention: nn.Module, side: str) -> Callable[..., None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
             if self.recording and isinstance(output, Tensor):
-                self._key_outputs[attention] = output
+                self._outputs[attention, side] = output
 
         return keep
 
-    def key_output(self, attention: nn.Module) -> Tensor | None:
-        """What the key projection of this module has put out in the call that is being recorded."""
-        return self._key_outputs.pop(attention, None)
+    def output(self, attention: nn.Module, side: str) -> Tensor | None:
+        """What the "query" or "key" projection of this module has put out in the call that is being recorded."""
+        return self._outputs.pop((attention, side), None)
 
     def remove(self) -> None:
         """The model as it was before."""
@@ -249,7 +257,7 @@ class Tap:
         self.recording = False
         self._depth = 0
         self._segments = None
-        self._key_outputs.clear()
+        self._outputs.clear()
         for socket in reversed(self._sockets):
             socket.close()
 

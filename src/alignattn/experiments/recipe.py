@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from alignattn.config import AlignmentConfig
 from alignattn.errors import ConfigError, unknown
 from alignattn.experiments.reading import build, convert, merge, read_toml
 from alignattn.experiments.settings import SOFT, AlignSettings, TrainSettings
@@ -91,10 +92,15 @@ class Run:
         decisive = {name: recipe[name] for name in ("task", "data", "model", "train")} | {
             "method": self.method,
             "seed": self.seed,
-            "alignment": None if config is None else {**asdict(config), "ramp": self.recipe.align.ramp},
+            "alignment": None if config is None else self._alignment(config),
             "inputs": dict(sorted(inputs.items())),
         }
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()[:12]
+
+    def _alignment(self, config: AlignmentConfig) -> dict[str, Any]:
+        align = self.recipe.align
+        rebased = {"rebase": True} if align.rebase else {}  # younger than many a result: unset, it leaves no trace
+        return {**asdict(config), "ramp": align.ramp, **rebased}
 
     def file(self, inputs: Mapping[str, str]) -> Path:
         """Of its result, relative to the folder of all results."""

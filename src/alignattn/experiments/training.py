@@ -5,6 +5,7 @@ alignment leaves torch's global generator alone: their difference is alignment's
 """
 
 import functools
+import itertools
 import math
 import time
 import traceback
@@ -23,9 +24,11 @@ from alignattn.experiments import provenance
 from alignattn.experiments.course import Course
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, Task
+from alignattn.rebase import rebase
 from alignattn.results import Result
 from alignattn.weights import Ramp
 
+TELLING = 8  # batches tell how queries and keys are distributed before training
 LOOKS = 50  # how often at most, over a run, losses are looked at and the time is taken
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -110,6 +113,8 @@ def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | N
     task = task_of(run, place)
     torch.manual_seed(run.seed)
     model = task.make_model().train()
+    if run.recipe.align.rebase and run.weight is not None:
+        rebase(model, itertools.islice(task.batches(run.seed), TELLING), call=task.loss)
     alignment = _aligned(run, task, model)
     try:
         course = _loop(run, task, model, alignment, progress, limit)
@@ -136,12 +141,12 @@ def measure(trained: Trained) -> dict[str, Any]:
 
 
 def task_of(run: Run, place: Place) -> Task:
-    """The task with its data read; the last one is kept, since runs of one recipe follow each other."""
+    """The task with its data read; the last few are kept, since runs of one recipe follow each other."""
     recipe = run.recipe
     return _task(recipe.task, recipe.data, recipe.model, recipe.train, place.data_dir, place.torch_device())
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _task(name: str, data: Any, model: Any, train: Any, data_dir: Path | None, device: torch.device) -> Task:
     return TASKS[name](data, model, train, data_dir=data_dir, device=device)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alignattn.errors import AlignmentError, ConfigError
-from alignattn.experiments.tasks.measuring import classification, key_query_distance
+from alignattn.experiments.tasks.measuring import classification, distance_when_rebased, key_query_distance
 from alignattn.experiments.tasks.task import Measured, Task, shuffled
 from alignattn.models.vision import VisionTransformer
 
@@ -94,7 +94,8 @@ class Digits(Task):
         measured = classification(model(self.test_images).softmax(-1), self.test_labels)
         noisy = classification(model(self.noisy_images).softmax(-1), self.test_labels, on="noisy")
         distance = key_query_distance(model, [self.test_images])
-        for more in (noisy, distance):
+        rebased = distance_when_rebased(model, [self.images], {"": [self.test_images]})
+        for more in (noisy, distance, rebased):
             measured.metrics |= more.metrics
             measured.details |= more.details
         return measured

@@ -1,6 +1,7 @@
 """What several tasks measure alike. Shares are in percent here, as in the paper's tables."""
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from alignattn import metrics
 from alignattn.diagnostics import discrepancy
 from alignattn.experiments.tasks.task import Measured
+from alignattn.rebase import rebase
 
 
 def classification(probability: Tensor, label: Tensor, *, on: str = "", binary: bool = False) -> Measured:
@@ -64,6 +66,26 @@ def key_query_distance(
     unit = discrepancy(model, batches, bandwidth=1.0, call=call)
     values = {"mmd": _total(median), "mmd_apart": _total(apart), "mmd_unit": _total(unit)}
     return named(Measured(values, {"mmd": {layer: _rounded(heads) for layer, heads in median.items()}}), on)
+
+
+def distance_when_rebased(
+    model: nn.Module,
+    telling: Iterable[Any],
+    batches: Mapping[str, Sequence[Any]],
+    *,
+    call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
+) -> Measured:
+    """The distance that no choice of coordinates removes: MMD² once queries and keys are rebased, by batches `telling`.
+
+    `batches` of each data set, by the name that stands behind the metric. Nothing where no layer can be rebased.
+    """
+    model = copy.deepcopy(model)
+    measured = Measured()
+    if rebase(model, telling, call=call):
+        for on, some in batches.items():
+            value = _total(discrepancy(model, some, call=call))
+            measured.metrics |= named(Measured({"mmd_rebased": value}), on).metrics
+    return measured
 
 
 def named(measured: Measured, on: str) -> Measured:

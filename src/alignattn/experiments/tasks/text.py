@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alignattn.datasets import DATASETS, TextDataset, load
 from alignattn.errors import ConfigError, DataError, unknown
-from alignattn.experiments.tasks.measuring import classification, key_query_distance, regression
+from alignattn.experiments.tasks.measuring import classification, distance_when_rebased, key_query_distance, regression
 from alignattn.experiments.tasks.task import Measured, Task, shuffled
 from alignattn.models.pretrained import fingerprints, load_model, load_tokenizer
 
@@ -120,7 +120,7 @@ class TextClassification(Task):
         return F.cross_entropy(logits, label) if self.classes else F.mse_loss(logits[:, 0], label)
 
     def evaluate(self, model: nn.Module) -> Measured:
-        measured = Measured()
+        measured, seen = Measured(), {}
         for position, test in enumerate(self.tests):
             on = self.data.label(position)
             order = test.by_length()
@@ -132,12 +132,19 @@ class TextClassification(Task):
             else:
                 found = regression(logits[:, 0], label, on=on)
             some = test.first(self.data.mmd_samples)
-            batches = [some.batch(part, self.device)[0] for part in some.by_length()]
-            distance = key_query_distance(model, batches, call=lambda model, batch: model(**batch), on=on)
+            seen[on] = [some.batch(part, self.device)[0] for part in some.by_length()]
+            distance = key_query_distance(model, seen[on], call=_fed, on=on)
             for more in (found, distance):
                 measured.metrics |= more.metrics
                 measured.details |= more.details
+        some = self.training.first(self.data.mmd_samples)
+        telling = [some.batch(part, self.device)[0] for part in some.by_length()]
+        measured.metrics |= distance_when_rebased(model, telling, seen, call=_fed).metrics
         return measured
+
+
+def _fed(model: nn.Module, batch: dict[str, Tensor]) -> object:
+    return model(**batch)
 
 
 class _Tokens:

@@ -36,8 +36,8 @@ def _log_sum(
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        at = y + problem * m * d + j[None, :] * d + e[:, None]
-        other = tl.load(at, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0)
+        there = y + problem * m * d + j[None, :] * d + e[:, None]
+        other = tl.load(there, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0)
         potential = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = tl.dot(own, other, input_precision=PRECISION) * scale + potential[None, :]
         now = tl.maximum(largest, tl.max(score, 1))

@@ -259,14 +259,15 @@ class Alignment:
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
         weight = self._strength.weight()
         watchers: list[Watcher] = [self._finite]
-        if self._recentring is not None and self.config.weight != 0:  # with a weight of zero nothing at all is touched
-            for record in (record for records in forwards for record in records):
-                self._recentring.look(record)
-            watchers.append(self._recentring)
         strength = self._strength
         strength.begin()
         if strength.looks:
             watchers.append(strength.health)
+        # With a weight of zero nothing at all is touched.
+        if self._recentring is not None and self.config.weight != 0 and strength.gathers:
+            for record in (record for records in forwards for record in records):
+                self._recentring.look(record)
+            watchers.append(self._recentring)
         self.matcher.asked = strength.looks
         balance = strength.balance if strength.looks else None
         term, self.parts = self.objective(forwards, weight, watchers, balance)
@@ -297,7 +298,10 @@ class Alignment:
         if self.adversary is not None:
             self.adversary.step()
         if self._recentring is not None and surely:
-            self._recentring.close(first=self._strength.closed == 0)
+            if self._strength.is_time_to_look():
+                self._recentring.close(first=self._strength.closed == 0)
+            else:
+                self._recentring.forget()
         device = next((part.device for part in self.parts.values()), None)
         figures = self._strength.advance(self.matcher.figures(), device)
         if figures:
@@ -378,7 +382,8 @@ class Alignment:
         """
         state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
         balance = self._strength.balance
-        return state_now | ({} if balance.target is None else {"weight": float(balance.weight)})
+        chosen = {"weight": float(balance.weight), "largest": float(balance.largest)}
+        return state_now | ({} if balance.target is None else chosen)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
@@ -387,6 +392,7 @@ class Alignment:
         self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         if self._strength.balance.target is not None and "weight" in saved:
             self._strength.balance.weight = torch.tensor(float(saved["weight"]))
+            self._strength.balance.largest = torch.tensor(float(saved.get("largest", 0.0)))
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

@@ -18,11 +18,11 @@ from alignattn.capture import QueryKey
 from alignattn.capture.keybias import KeyBias, are_projected
 from alignattn.processes import several
 
-RATE = 0.1  # of the gap, from the second update on: batches differ
+RATE = 0.5  # of the gap, after the first time: batches differ
 
 
 class Recentring:
-    """Gathers the gap between means while losses are taken, and closes it when the model has been updated."""
+    """Gathers the gap between means in updates that are looked at, and closes it when such an update is over."""
 
     def __init__(self, biases: Mapping[str, KeyBias]) -> None:
         self.biases = dict(biases)
@@ -36,7 +36,8 @@ class Recentring:
         """See whether its keys are just what their projection put out."""
         if record.name in self.biases and record.name not in self.blind:
             same = are_projected(record.key, record.key_output)
-            self._same[record.name] = self._same[record.name] & same if record.name in self._same else same
+            before = self._same.get(record.name)
+            self._same[record.name] = same if before is None else before.to(same.device) & same
 
     @torch.no_grad()
     def watch(
@@ -46,13 +47,18 @@ class Recentring:
         sums = torch.stack([_sum_of_tokens(query, query_mask), _sum_of_tokens(key, key_mask)], 1)  # (l, 2, h, d + 1)
         for name, some in zip(names, sums.unbind(), strict=True):
             if name in self.biases:
-                self._sums[name] = self._sums[name] + some if name in self._sums else some
+                # A model may have been moved since.
+                self._sums[name] = self._sums[name].to(some.device) + some if name in self._sums else some
+
+    def forget(self) -> None:
+        """What was gathered is not needed."""
+        self._sums, self._same = {}, {}
 
     @torch.no_grad()
     def close(self, *, first: bool) -> None:
         """Shift the keys by what was gathered. Every process must call this together."""
-        sums, self._sums = self._sums, {}
-        same, self._same = self._same, {}
+        sums, same = self._sums, self._same
+        self.forget()
         if not self.biases or not (sums or several()):
             return
         rows = {name: self._row(name, sums.get(name), same.get(name)) for name in self.biases}

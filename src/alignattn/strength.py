@@ -23,6 +23,7 @@ class Strength:
         self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None)
         self.health = Health(chooses=self.balance.target is not None)
         self.looks = False  # at gradients and health, in the update under way
+        self.gathers = False  # where queries and keys are; compiled code always does, not knowing the clock
         self.set_clock(0)
 
     @property
@@ -47,10 +48,16 @@ class Strength:
             return self._traced_weight
         return self.config.weight_at(self.closed)
 
+    def is_time_to_look(self) -> bool:
+        """Whether the update under way is one of those that are looked at."""
+        return self.closed % balance.EVERY == 0
+
     def begin(self) -> None:
         """A loss is taken."""
         # Compiled code shows no gradients inside, and must not read the clock: it would be compiled for each number.
-        self.looks = not torch.compiler.is_compiling() and self.closed % balance.EVERY == 0
+        compiling = torch.compiler.is_compiling()
+        self.looks = not compiling and self.is_time_to_look()
+        self.gathers = compiling or self.is_time_to_look()
         self.open = True
 
     def advance(self, told: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:

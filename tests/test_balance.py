@@ -127,56 +127,32 @@ def test_what_auto_has_chosen_is_saved_and_smoothed(still, batch, tmp_path):
     alignment.detach()
     again = alignattn.Alignment.load(still, tmp_path)
     assert again.config.weight == alignattn.Auto(0.1) and float(again._strength.balance.weight) == chosen
-    again._strength.balance._squares = torch.tensor([1.0, 100.0, 1.0])  # ratio 10: a weight of 1 is asked for
-    again._strength.balance.settle(chosen, device=None)
+    again._strength.balance._squares = torch.tensor([1.0, 100.0])  # ratio 10: a weight of 1 is asked for
+    again._strength.balance.settle(chosen, 10, device=None)
     assert float(again._strength.balance.weight) == pytest.approx(chosen**0.7 * 1.0**0.3)
-    again.save(tmp_path / "later")
-    again.detach()
-    later = alignattn.Alignment.load(still, tmp_path / "later")
-    assert float(later._strength.balance.largest) == 1.0
 
 
-def test_a_weight_does_not_make_up_for_alignment_that_succeeds():
-    """The task's gradient stays, alignment's falls to nothing: the weight stays; and it follows the task's."""
+def test_once_training_has_begun_the_weight_only_falls():
+    """Alignment's gradient falls to nothing, and the task's grows: the weight stays. And it follows the task's down."""
     auto = balance.Balance(0.1)
     chosen = []
-    for aligned, task in [(9.0, 8.0), (2.0, 8.0), (4.0, 8.0), *[(0.01, 8.0)] * 30, *[(0.01, 2.0)] * 30]:
-        auto._squares = torch.tensor([aligned**2, task**2, aligned**2])
-        auto.settle(0.0, device=None)
+    course = [(9.0, 8.0), (2.0, 8.0), (4.0, 8.0), *[(0.01, 80.0)] * 30, *[(4.0, 2.0)] * 30]
+    for look, (aligned, task) in enumerate(course):
+        auto._squares = torch.tensor([aligned**2, task**2])
+        auto.settle(0.0, 10 * look, device=None)
         chosen.append(float(auto.weight))
-    assert chosen[0] == pytest.approx(0.1 * 8 / 9)  # before keys are recentred: a first guess
+    assert chosen[0] == pytest.approx(0.1 * 8 / 9)
     assert chosen[1] == pytest.approx(chosen[0] ** 0.7 * (0.1 * 8 / 2) ** 0.3)
-    assert chosen[32] == pytest.approx(0.1 * 8 / 4, rel=1e-3)
+    assert chosen[2:33] == [chosen[2]] * 31
     assert chosen[-1] == pytest.approx(0.1 * 2 / 4, rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", ["attention of transformers", "copies"])
-def test_a_scaler_that_changes_its_factor_changes_no_weight(kind, still, batch):
-    def weights(factors):
-        torch.manual_seed(0)
-        if kind == "copies":
-            model = torch.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True)
-            inputs, forward = torch.randn(2, 5, 16), lambda: model(inputs).square().mean() + alignment.loss()
-        else:
-            model = copy.deepcopy(still)
-            forward = lambda: model(**batch).loss  # noqa: E731
-        alignment = alignattn.align(model, "mmd", weight="auto")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for factor in factors:
-            (forward() * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return float(alignment._strength.balance.weight)
-
-    assert weights([1.0, 64.0, 2.0]) == pytest.approx(weights([1.0, 1.0, 1.0]), rel=1e-4)
 
 
 def test_gradients_of_nothing_leave_the_weight_as_it_was():
     auto = balance.Balance(0.1)
     auto.weight = torch.tensor(2.0)
-    for squares in ([0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [float("nan"), 1.0, float("nan")], [float("inf"), 1.0, 0.0]):
+    for squares in ([0.0, 1.0], [1.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         auto._squares = torch.tensor(squares)
-        assert torch.isnan(auto.settle(2.0, device=None))
+        assert torch.isnan(auto.settle(2.0, 0, device=None))
         assert auto.weight == 2.0
 
 

@@ -382,8 +382,7 @@ class Alignment:
         """
         state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
         balance = self._strength.balance
-        chosen = {"weight": float(balance.weight), "largest": float(balance.largest)}
-        return state_now | ({} if balance.target is None else chosen)
+        return state_now | ({} if balance.target is None else {"weight": float(balance.weight)})
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
@@ -392,7 +391,6 @@ class Alignment:
         self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         if self._strength.balance.target is not None and "weight" in saved:
             self._strength.balance.weight = torch.tensor(float(saved["weight"]))
-            self._strength.balance.largest = torch.tensor(float(saved.get("largest", 0.0)))
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

@@ -5,13 +5,10 @@
 Where all that is matched are copies (nn.MultiheadAttention), the two meet in the weights of their projections, and
 the norms are over those. Looked at in every tenth update, by hooks on the tensors themselves, without waiting for the
 device. It tells whether alignment does nothing or eats the task; and with `weight="auto"` a target bounds it, so that
-one setting serves models of any size:
-
-    weight = target · |gradient of the task| / largest |gradient of alignment| so far,
-
-smoothed, and the same in all processes. The largest, and not the last: keys and queries that come together have small
-gradients, and a weight that made up for that would grow without end. (It did: to three million on SNLI, where it took
-the task with it.)
+one setting serves models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all
+processes. Once training has begun it may only fall. Keys and queries that come together have small gradients, and the
+task's own grow in fine-tuning, on MRPC by fifty times: a weight that made up for either grew without end, on SNLI to
+millions, and took the task with it.
 """
 
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from alignattn.errors import ConfigError
 from alignattn.processes import several
 
 EVERY = 10  # updates
+BEGINNING = 30  # updates, in which the chosen weight may also rise
 MEMORY = 0.7  # of the logarithm of the chosen weight, from one look to the next
 
 
@@ -40,12 +38,9 @@ class Balance:
         self.target = target
         self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
-        self.largest = torch.zeros((), device="cpu")  # gradient of alignment so far, without its weight
-        # [3]: of alignment's gradient without its weight, of the task's, and of alignment's as if by itself: without
-        # the factor that the whole loss got, which changes where a gradient scaler sets it.
-        self._squares: Tensor | None = None
+        self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
-        self._meetings: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._meetings: dict[tuple[int, int], list[Tensor]] = {}
         self._handles: list[RemovableHandle] = []
 
     def watch(
@@ -74,22 +69,22 @@ class Balance:
 
         if source is not None:
             met = self._meeting(source, weight)
-            return lambda factor: met.append((source.gradient(plain(factor)), factor))
+            return lambda factor: met.append(source.gradient(plain(factor)))
         if not through:
             nothing = torch.zeros((), device=tokens.device)
-            tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total), nothing))
-            return lambda factor: self._add(_square(plain(factor)), nothing, factor)
-        own: list[tuple[Tensor, Tensor]] = []
+            tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
+            return lambda factor: self._add(_square(plain(factor)), nothing)
+        own: list[Tensor] = []
 
         def both(total: Tensor | None) -> None:
             if own and total is not None:
-                aligned, factor = own.pop()
-                self._add(_square(aligned), _square(total - aligned * weight), factor)
+                aligned = own.pop()
+                self._add(_square(aligned), _square(total - aligned * weight))
 
         tokens.register_hook(both)
-        return lambda factor: own.append((plain(factor), factor))
+        return lambda factor: own.append(plain(factor))
 
-    def _meeting(self, source: Source, weight: Weight) -> list[tuple[Tensor, Tensor]]:
+    def _meeting(self, source: Source, weight: Weight) -> list[Tensor]:
         """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
 
         One for all calls that share a weight: the task's gradient comes once, and alignment's parts add up.
@@ -100,10 +95,10 @@ class Balance:
 
             def both(total: Tensor | None) -> None:
                 if parts and total is not None:
-                    gradient, factor = torch.stack([part for part, _ in parts]).sum(0), parts[0][1]
+                    gradient = torch.stack(parts).sum(0)
                     parts.clear()
                     total = source.rows(total, len(gradient))
-                    self._add(_square(gradient), _square(total - gradient * weight), factor)
+                    self._add(_square(gradient), _square(total - gradient * weight))
 
             if source.weight.requires_grad:
                 self._handles.append(source.weight.register_hook(both))
@@ -118,29 +113,31 @@ class Balance:
         self._squares = None
 
     @torch.no_grad()
-    def _add(self, aligned: Tensor, task: Tensor, factor: Tensor) -> None:
-        alone = aligned / factor.to(aligned).square()
-        squares = torch.stack([aligned, task, torch.where(alone.isfinite(), alone, 0.0)])
+    def _add(self, aligned: Tensor, task: Tensor) -> None:
+        squares = torch.stack([aligned, task])
         self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
 
     @torch.no_grad()
-    def settle(self, weight: Weight, *, device: torch.device | None) -> Tensor | None:
-        """An update that was looked at is over: the share that alignment had. Every process must call this together."""
+    def settle(self, weight: Weight, updates: int, *, device: torch.device | None) -> Tensor | None:
+        """An update that was looked at is over, after so many others: the share that alignment had.
+
+        Every process must call this together.
+        """
         squares = self._squares
         self.forget()
         if several():
-            squares = torch.zeros(3, device=device) if squares is None else squares
+            squares = torch.zeros(2, device=device) if squares is None else squares
             dist.all_reduce(squares)
         if squares is None:
             return None
         ratio = (squares[1] / squares[0]).sqrt()  # of the task's gradient to alignment's
         usable = ratio.isfinite() & (ratio > 0)
         if self.target is not None:
-            own, before = squares[2].sqrt(), self.weight.to(ratio)
-            largest = torch.maximum(self.largest.to(own), torch.where(own.isfinite(), own, 0.0))
-            chosen = self.target * ratio * own / largest
-            self.largest = torch.where(before > 0, largest, 0.0)  # after the first look keys are recentred
+            chosen = self.target * ratio
+            before = self.weight.to(chosen)
             smoothed = torch.where(before > 0, before**MEMORY * chosen ** (1 - MEMORY), chosen)
+            if updates >= BEGINNING:
+                smoothed = torch.where(before > 0, torch.minimum(smoothed, before), smoothed)
             self.weight = torch.where(usable, smoothed, before)
         return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
 

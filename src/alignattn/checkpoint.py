@@ -41,7 +41,7 @@ def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mappi
         "config": _as_plain(config),
         "layers": layers,
         "steps": state["steps"],
-        **{name: state[name] for name in ("weight", "largest") if name in state},
+        **({"weight": state["weight"]} if "weight" in state else {}),
         "rows": state["rows"],
         "tensors": hashlib.sha256(packed).hexdigest(),
     }
@@ -98,7 +98,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
         "rows": [(str(name), int(width), int(bank), int(row)) for name, width, bank, row in settings["rows"]],
         "networks": networks,
         "adversary": adversary if optimizer or gradients else {},
-        **{name: float(settings[name]) for name in ("weight", "largest") if name in settings},
+        **({"weight": float(settings["weight"])} if "weight" in settings else {}),
     }
 
 

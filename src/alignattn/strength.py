@@ -64,7 +64,7 @@ class Strength:
         """The update is over; figures for the logs, if it was looked at. `told` are the matcher's own."""
         figures: dict[str, Tensor] = {}
         if self.looks:
-            share = self.balance.settle(self.weight(), device=device)
+            share = self.balance.settle(self.weight(), self.closed, device=device)
             figures = self.health.settle(share, told)
         self.looks = False
         self.set_clock(self.steps)

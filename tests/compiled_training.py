@@ -140,6 +140,15 @@ def test_other_kinds_of_attention_compile_whole(make, method, whole_step):
     torch.testing.assert_close(losses, expected)
 
 
+def test_auto_stays_at_its_first_weight_and_says_so():
+    expected, _ = train(bert, "ct", weight=0.15)
+    _, compiled = counting()
+    with pytest.warns(AlignmentWarning, match=r"sees no gradients in compiled code, .* first weight, 0\.15"):
+        losses, alignment = train(bert, "ct", weight=None, compile_model=compiled)
+    torch.testing.assert_close(losses, expected)
+    assert alignment.meter.read()["alignment_weight"] == pytest.approx(0.15)
+
+
 def test_networks_that_must_be_made_in_the_first_pass_break_it_alone():
     """An attention of one's own does not say how wide its heads are."""
     expected, _ = train(Plain, "gan")

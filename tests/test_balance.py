@@ -8,7 +8,7 @@ from torch import nn
 
 import alignattn
 from alignattn import balance
-from alignattn.errors import ConfigError
+from alignattn.errors import AlignmentWarning, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
 
@@ -73,7 +73,7 @@ def test_with_projections_it_is_the_share_before_the_gradient_stops(still, batch
 
 @pytest.mark.parametrize("generator", ["model", "projections"])
 def test_auto_watches_one_update_and_then_keeps_its_share(still, batch, generator):
-    options = {"recentre": False, "layers": -1}
+    options = {"recentre": False, "layers": -1, "first_weight": 0.0}
     _, ratio = share_by_hand(still, batch, "mmd", 1.0, **options)
     alignment = alignattn.align(still, "mmd", weight=alignattn.Auto(0.3), generator=generator, **options)
     optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
@@ -90,7 +90,7 @@ def test_auto_watches_one_update_and_then_keeps_its_share(still, batch, generato
 
 
 def test_batches_of_one_update_are_looked_at_together(still, batch):
-    alignment = alignattn.align(still, "mmd", weight="auto", recentre=False)
+    alignment = alignattn.align(still, "mmd", weight="auto", recentre=False, first_weight=0.0)
     optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
     for _ in range(2):
         still(**batch).loss.backward()
@@ -98,7 +98,7 @@ def test_batches_of_one_update_are_looked_at_together(still, batch):
     optimizer.step()
     twice = float(alignment._strength.balance.weight)
     other = copy.deepcopy(still)
-    alignment = alignattn.align(other, "mmd", weight="auto", recentre=False)
+    alignment = alignattn.align(other, "mmd", weight="auto", recentre=False, first_weight=0.0)
     other(**batch).loss.backward()
     torch.optim.SGD(other.parameters(), lr=0.0).step()
     assert twice == pytest.approx(float(alignment._strength.balance.weight), rel=1e-4)
@@ -163,11 +163,35 @@ def test_what_auto_cannot_see_is_refused_with_a_sentence(still, batch):
         alignattn.align(still, weight="automatic")
     with pytest.raises(ConfigError, match="needs adversary_optimizer='adam'"):
         alignattn.align(still, "gan", weight="auto", adversary_optimizer=None)
-    alignment = alignattn.align(still, "mmd", weight="auto", add_to_outputs=False)
+    alignment = alignattn.align(still, "mmd", weight="auto", add_to_outputs=False, first_weight=0.0)
     torch.compile(still, backend="aot_eager")(**batch)
     with pytest.raises(ConfigError, match="compiled code does not show"):
         alignment.loss()
     torch.compiler.reset()
+
+
+def test_where_the_model_was_compiled_auto_stays_at_its_first_weight_and_says_so(still, batch):
+    alignment = alignattn.align(still, "mmd", weight="auto", first_weight=0.7, add_to_outputs=False)
+    compiled = torch.compile(still, backend="aot_eager")
+    optimizer = torch.optim.SGD(still.parameters(), lr=0.0)
+
+    def step():
+        (compiled(**batch).loss + alignment.loss()).backward()
+        optimizer.step()
+        assert alignment.meter.read()["alignment_weight"] == pytest.approx(0.7)
+
+    with pytest.warns(AlignmentWarning, match=r"sees no gradients in compiled code, .* first weight, 0\.7"):
+        step()
+    step()
+    alignment.detach()
+    torch.compiler.reset()
+
+
+def test_an_optimizer_of_ones_own_gets_the_first_weight_unless_auto_is_asked_for(still):
+    assert alignattn.Alignment("ct", adversary_optimizer=None).config.weight == 0.15
+    assert alignattn.Alignment("ct").config.weight == alignattn.Auto(0.1)
+    assert alignattn.Alignment("ct", preset="paper", adversary_optimizer=None).config.weight == 0.01
+    assert alignattn.Alignment("ct", weight=0.4, adversary_optimizer=None).config.weight == 0.4
 
 
 # nn.MultiheadAttention: what is matched are copies, and the gradients meet in the weights
@@ -199,7 +223,7 @@ class Attending(nn.Module):
 def test_copies_are_balanced_where_the_gradients_meet_in_the_weights(generator, options):
     torch.manual_seed(0)
     model, tokens = Attending(**options).double(), torch.randn(3, 5, 8, dtype=torch.float64)
-    settings = {"recentre": False, "generator": generator, "cross": True}
+    settings = {"recentre": False, "generator": generator, "cross": True, "first_weight": 0.0}
 
     def task():
         return (model(tokens) - 1).square().mean()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from alignattn import functional
     from alignattn.alignment import Alignment, align
     from alignattn.config import AlignmentConfig
+    from alignattn.coordinates import rebase
     from alignattn.errors import AlignmentError, AlignmentWarning
     from alignattn.matching.matcher import Matcher
     from alignattn.weights import Auto, Ramp
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "align",
     "functional",
+    "rebase",
 ]
 
 _HOMES = {
@@ -37,6 +39,7 @@ _HOMES = {
     "Matcher": "matching.matcher",
     "Ramp": "weights",
     "align": "alignment",
+    "rebase": "coordinates",
 }
 
 

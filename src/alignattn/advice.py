@@ -65,6 +65,7 @@ class Advice:
         self._told_of_silence = False
         self._looked_for_trainer = False
         self._looked_at_networks = False
+        self._told_of_compiled_code = False
         self._first_parameter: Tensor | None = None
 
     def if_resumed_anew(self) -> None:
@@ -93,6 +94,15 @@ class Advice:
             _warn(
                 f"The query and key projections of all {len(tap.sites)} attached attention modules are frozen: "
                 "alignment can change nothing about them. Train them too (for LoRA, put them into target_modules)."
+            )
+
+    def of_compiled_code(self, weight: float) -> None:
+        """`auto` sees no gradients there."""
+        if not self._told_of_compiled_code:
+            self._told_of_compiled_code = True
+            _warn(
+                f"weight='auto' sees no gradients in compiled code, and stays at its first weight, {weight:g}. Give a "
+                "number to choose another."
             )
 
     def of_silence(self, tap: Tap | None) -> None:

@@ -295,6 +295,8 @@ class Alignment:
         if surely:
             self._passes.settle()
         self._advice.if_frozen(self._tap)
+        if self._strength.balance.is_blind:
+            self._advice.of_compiled_code(self.config.first_weight)
         if self.adversary is not None:
             self.adversary.step()
         if self._recentring is not None and surely:

@@ -34,9 +34,11 @@ Weight = float | Tensor  # a tensor where it changes and must neither be waited 
 class Balance:
     """Gathers both gradients in an update that is looked at; `weight` is what `auto` has chosen."""
 
-    def __init__(self, target: float | None = None) -> None:
+    def __init__(self, target: float | None = None, first_weight: float = 0.0) -> None:
         self.target = target
-        self.weight = torch.zeros((), device="cpu")  # before the first look alignment only watches
+        self.first_weight = first_weight  # zero: before the first look alignment only watches
+        self.weight = torch.full((), first_weight, device="cpu")
+        self.is_blind = False  # gradients are to be seen, and are in compiled code
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
@@ -61,7 +63,9 @@ class Balance:
         """
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
-        _refuse_compiled(tokens, demanded=self.target is not None)
+        if self.target is not None and is_compiled_output(tokens):
+            self.weight = self.weight.new_full((), self.unseen())
+            return None
 
         def plain(factor: Tensor) -> Tensor:
             """In fp16 it vanishes without the scale and a scaler's factor."""
@@ -104,6 +108,13 @@ class Balance:
                 self._handles.append(source.weight.register_hook(both))
         return self._meetings[key]
 
+    def unseen(self) -> float:
+        """The weight of compiled code, whose gradients nobody sees."""
+        if not self.first_weight:
+            raise ConfigError(COMPILED)
+        self.is_blind = True
+        return self.first_weight
+
     def forget(self) -> None:
         """Leave nothing behind, on parameters least of all."""
         for handle in self._handles:
@@ -135,7 +146,8 @@ class Balance:
         if self.target is not None:
             chosen = self.target * ratio
             before = self.weight.to(chosen)
-            smoothed = torch.where(before > 0, before**MEMORY * chosen ** (1 - MEMORY), chosen)
+            smoothed = before**MEMORY * chosen ** (1 - MEMORY) if updates else chosen
+            smoothed = torch.where(before > 0, smoothed, chosen)
             if updates >= BEGINNING:
                 smoothed = torch.where(before > 0, torch.minimum(smoothed, before), smoothed)
             self.weight = torch.where(usable, smoothed, before)
@@ -150,11 +162,6 @@ def at_least_single(gradient: Tensor) -> Tensor:
 @torch.no_grad()
 def _square(gradient: Tensor) -> Tensor:
     return gradient.float().square().sum()
-
-
-def _refuse_compiled(tokens: Tensor, *, demanded: bool) -> None:
-    if demanded and is_compiled_output(tokens):
-        raise ConfigError(COMPILED)
 
 
 COMPILED = (

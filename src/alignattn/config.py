@@ -19,7 +19,7 @@ METHODS: Mapping[str, tuple[type[Matcher], type[MatcherConfig]]] = {
     "ct": (ConditionalMatcher, ConditionalConfig),
     "mmd": (DiscrepancyMatcher, DiscrepancyConfig),
 }
-DEFAULT_METHOD = "mmd"
+DEFAULT_METHOD = "ct"
 
 # `all` is meant for every method. The defaults of the config classes are the paper's reading.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
@@ -37,17 +37,18 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "stable": {
         "all": {"reduction": "mean", "recentre": True, "standardise": True},
-        "gan": {"weight": 0.3, "matched": "features", "hidden_width": 64},
+        "gan": {"weight": Auto(0.1), "first_weight": 0.1, "matched": "features", "hidden_width": 64},
         "ot": {
             "cost": "sqeuclidean",
             "debiased": True,
             "epsilon": 1.0,
             "tolerance": 0.05,
             "max_iterations": 3,
-            "weight": 1.0,
+            "weight": Auto(0.1),
+            "first_weight": 0.3,
         },
-        "ct": {"weight": 0.3, "adversary_rate": 1e-2},
-        "mmd": {"weight": 1.0, "without_own": True, "bandwidth": "mean"},
+        "ct": {"weight": Auto(0.1), "first_weight": 0.15, "adversary_rate": 1e-2},
+        "mmd": {"weight": Auto(0.1), "first_weight": 0.3, "without_own": True, "bandwidth": "mean"},
     },
 }
 
@@ -60,6 +61,7 @@ class AlignmentConfig:
     preset: str
     weight: float | Schedule | Auto  # of the alignment loss beside the task's, under `reduction`
     matcher: MatcherConfig
+    first_weight: float = 0.0  # of "auto" until it has seen gradients, and in compiled code, where it sees none
     reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
     recentre: bool = False  # shift keys to the queries by their projection's bias, which softmax does not feel
@@ -82,6 +84,7 @@ class AlignmentConfig:
                 raise unknown(name, getattr(self, name), map(str, allowed))
         if not callable(self.weight) and not isinstance(self.weight, Auto):
             check_weight(self.weight)
+        check_weight(self.first_weight)
         for name in ("recentre", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -126,6 +129,8 @@ def resolve(
         values["weight"] = weight
     if isinstance(values.get("weight"), str):
         values["weight"] = read_weight(values["weight"])
+    elif weight is None and "weight" not in options and values.get("adversary_optimizer", "adam") is None:
+        values["weight"] = values.get("first_weight", values.get("weight"))  # whose gradients nobody sees apart
     if isinstance(method, Matcher):
         matcher = method.config
         values.setdefault("weight", 1.0)

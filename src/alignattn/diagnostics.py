@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.capture import QueryKey, Tap
+from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.errors import NothingCapturedError
 from alignattn.matching.discrepancy import Bandwidth, mmd
 
@@ -18,7 +19,7 @@ def discrepancy(
     *,
     bandwidth: Bandwidth = "median",
     without_own: bool = False,
-    call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
+    call: Callable[[nn.Module, Any], object] = feed,
 ) -> dict[str, Tensor]:
     """Unbiased squared MMD between keys and queries: name of the attention module to one value a head, float64.
 
@@ -46,15 +47,13 @@ def discrepancy(
         sums[layer] = sums[layer] + values.sum(0) if layer in sums else values.sum(0)
         counts[layer] = counts[layer] + enough.sum() if layer in counts else enough.sum()
 
-    training = model.training
-    model.eval()
     tap = Tap(model, watch=measure, always=True)
     try:
-        for batch in batches:
-            call(model, batch)
+        with in_eval_mode(model):
+            for batch in batches:
+                call(model, batch)
     finally:
         tap.remove()
-        model.train(training)
     if not sums:
         raise NothingCapturedError("No attention ran: there were no batches, or none of them reached it.")
     return {name: total / counts[name].clamp_min(1) for name, total in sums.items()}

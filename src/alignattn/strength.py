@@ -6,7 +6,6 @@ from torch import Tensor
 from alignattn import balance
 from alignattn.balance import Balance, Weight
 from alignattn.config import AlignmentConfig
-from alignattn.errors import ConfigError
 from alignattn.health import Health
 from alignattn.weights import Auto
 
@@ -20,7 +19,7 @@ class Strength:
         self.open = False  # a loss was taken since, whose update is still to come
         # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
         self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None)
+        self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None, config.first_weight)
         self.health = Health(chooses=self.balance.target is not None)
         self.looks = False  # at gradients and health, in the update under way
         self.gathers = False  # where queries and keys are; compiled code always does, not knowing the clock
@@ -41,9 +40,7 @@ class Strength:
         """Of the update under way."""
         compiling = torch.compiler.is_compiling()
         if self.balance.target is not None:
-            if compiling:
-                raise ConfigError(balance.COMPILED)
-            return self.balance.weight
+            return self.balance.unseen() if compiling else self.balance.weight
         if compiling and callable(self.config.weight):
             return self._traced_weight
         return self.config.weight_at(self.closed)

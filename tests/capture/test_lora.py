@@ -100,7 +100,7 @@ def test_outputs_gradients_and_random_state_are_those_without_alignment(checkpoi
 
 def test_checkpointing_changes_no_gradient():
     model = lora(["query", "key"], 0.5)
-    alignment = alignattn.align(model, "mmd", generator="projections")
+    alignment = alignattn.align(model, "mmd", weight=1.0, generator="projections")
     found = []
     for checkpointing in (False, True):
         if checkpointing:

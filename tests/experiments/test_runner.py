@@ -34,7 +34,7 @@ def executed(monkeypatch):
     return ran
 
 
-MMD = PRESETS["stable"]["mmd"]["weight"]
+MMD = str(PRESETS["stable"]["mmd"]["weight"])
 ALL = [("soft", None, 0), ("mmd", MMD, 0), ("soft", None, 1), ("mmd", MMD, 1)]
 
 
@@ -139,7 +139,7 @@ def test_whatever_decides_the_outcome_is_in_the_files_name(tmp_path):
     soft, mmd = plan.recipe.runs()[:2]
     assert soft.file(plan.inputs).parent.name == "digits"
     assert soft.file(plan.inputs).name.startswith("soft-seed0-")
-    assert mmd.file(plan.inputs).name.startswith(f"mmd-{MMD:g}-seed0-")
+    assert mmd.file(plan.inputs).name.startswith(f"mmd-{MMD}-seed0-".replace(":", "-"))
 
     def names(*overrides, inputs=plan.inputs):
         return {path.name for path in (run.file(inputs) for run in tiny(*overrides).runs()[:2])}
@@ -171,7 +171,8 @@ def test_whatever_decides_the_outcome_is_in_the_files_name(tmp_path):
     ]
     aligned = [
         {"align": {"weights": [0.2]}},
-        {"align": {"ramp": 0.5}},
+        {"align": {"weights": [0.2], "ramp": 0.5}},
+        {"align": {"rebase": True}},
         {"align": {"preset": "paper"}},
         {"align": {"options": {"generator": "projections"}}},
         {"align": {"mmd": {"bandwidth": 1.0}}},
@@ -249,7 +250,7 @@ def test_an_error_is_told_without_the_folders_of_this_machine(tmp_path, monkeypa
     assert "test_runner.py:" in where and " failing < training.py:" in where
     assert str(tmp_path) not in path.read_text()
     assert "3 runs finished." in shown.out
-    assert f"FAILED mmd {MMD:g}, seed 0: {error}" in shown.err and "1 runs failed" in shown.err
+    assert f"FAILED mmd {MMD}, seed 0: {error}" in shown.err and "1 runs failed" in shown.err
     monkeypatch.undo()
     assert cli.main([*ARGUMENTS, "--out", str(tmp_path / "out")]) == 0
     assert "1 run finished, 3 were there already." in capsys.readouterr().out

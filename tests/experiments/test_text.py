@@ -45,11 +45,11 @@ def test_a_run_trains_and_measures_as_a_plain_loop_does(encoder_folder, glue_fol
         {"params": [p for p in named if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=5e-5)
+    optimizer = torch.optim.AdamW(groups, lr=settings.rate)
     batches = task.batches(0)
     for step in range(3):
         for group in optimizer.param_groups:
-            group["lr"] = 5e-5 * settings.factor(step, 3)
+            group["lr"] = settings.rate * settings.factor(step, 3)
         inputs, labels = next(batches)
         loss = model(**inputs, labels=labels).loss  # transformers' own: the same cross entropy
         model.zero_grad()
@@ -143,7 +143,7 @@ def test_a_weight_that_is_chosen_while_training_is_told_with_what_it_came_to(enc
     assert not plan.parted()[1]  # found again under these names
     chosen = [r.details["figures"]["alignment_weight"] for r in (fixed, less, more)]
     assert set(chosen[0]) == {0.5} and len(chosen[0]) == len(fixed.details["curve"])
-    assert chosen[1][0] == chosen[2][0] == 0  # only watches, up to the first look
+    assert chosen[1][0] == chosen[2][0] == 0.3  # of the preset, up to the first look
     # Both saw the same first update: the weights are as the shares.
     assert chosen[2][1] == pytest.approx(4 * chosen[1][1], rel=1e-4) and chosen[1][1] > 0
     labels = [row.label for row in compare([more, fixed, less])[0].rows]

@@ -10,7 +10,7 @@ from alignattn.config import PRESETS
 from alignattn.finetune import run
 from alignattn.finetune.folder import Folder
 
-MMD = PRESETS["stable"]["mmd"]["weight"]
+MMD = str(PRESETS["stable"]["mmd"]["weight"])
 
 
 def tree(folder):

@@ -32,10 +32,10 @@ class KeyBias:
         return parameter
 
     @torch.no_grad()
-    def shift(self, by: Tensor) -> None:
-        """Add `by`, as many numbers as the part has, to the bias; a frozen one stays."""
+    def shift(self, by: Tensor, *, frozen_too: bool = False) -> None:
+        """Add `by`, as many numbers as the part has, to the bias; in training a frozen one stays."""
         parameter = self.parameter
-        if parameter.requires_grad:
+        if parameter.requires_grad or frozen_too:
             behind = parameter.shape[0] - self.start - self.size
             parameter.add_(like(F.pad(by, (self.start, behind)), parameter))
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.alignment import Alignment, align
+from alignattn.coordinates import rebase
 from alignattn.errors import ConfigError, NonFiniteError
 from alignattn.experiments import provenance
 from alignattn.experiments.course import Course
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, Task
-from alignattn.rebase import rebase
 from alignattn.results import Result
 from alignattn.weights import Ramp
 

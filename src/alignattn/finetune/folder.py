@@ -20,6 +20,7 @@ from typing import Any
 
 from alignattn.errors import DataError
 from alignattn.files import write_whole
+from alignattn.weights import Auto
 
 try:
     import fcntl
@@ -169,5 +170,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _said(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"share"}:
+        return str(Auto(value["share"]))
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

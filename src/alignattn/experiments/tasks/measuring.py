@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from alignattn import metrics
+from alignattn.coordinates import rebase
 from alignattn.diagnostics import discrepancy
 from alignattn.experiments.tasks.task import Measured
-from alignattn.rebase import rebase
 
 
 def classification(probability: Tensor, label: Tensor, *, on: str = "", binary: bool = False) -> Measured:

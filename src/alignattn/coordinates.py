@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from alignattn.capture import QueryKey, Tap
 from alignattn.capture.basis import EXACT, shared_parameters
+from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.capture.keybias import are_projected
 from alignattn.capture.tap import Layers
 from alignattn.errors import NothingCapturedError
@@ -36,7 +37,7 @@ def rebase(
     batches: Iterable[Any],
     *,
     layers: Layers = None,
-    call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
+    call: Callable[[nn.Module, Any], object] = feed,
 ) -> list[str]:
     """Give queries and keys of each head the same mean and covariance, in place; no output of the model changes.
 
@@ -57,17 +58,15 @@ def rebase(
         seen = _Moments.of(record)
         moments[record.name] = moments[record.name] + seen if record.name in moments else seen
 
-    training = model.training
-    model.eval()
     tap = Tap(model, watch=watch, always=True, layers=layers, bases=True, key_biases=True, cross=True)
     ran = False
     try:
-        for batch in batches:
-            call(model, batch)
-            ran = True
+        with in_eval_mode(model):
+            for batch in batches:
+                call(model, batch)
+                ran = True
     finally:
         tap.remove()
-        model.train(training)
     if not ran:
         raise NothingCapturedError("There were no batches to tell how queries and keys are distributed.")
     shared = shared_parameters(model)
@@ -89,7 +88,7 @@ def _rebase_one(tap: Tap, name: str, moments: "_Moments") -> None:
     basis.key.turn(back)
     if bias is not None:
         gap = means[0][:, None] @ forth - means[1][:, None] @ back  # (groups, 1, d)
-        bias.shift(gap.flatten())
+        bias.shift(gap.flatten(), frozen_too=True)
 
 
 def meeting_maps(first: Float[Tensor, "g d d"], second: Float[Tensor, "g d d"]) -> tuple[Tensor, Tensor]:

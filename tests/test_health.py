@@ -85,7 +85,7 @@ def looks(count, *, share=0.1, accuracy=0.7, mmd=lambda look: 1.0 / (look + 1)):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for look in range(count):
-            health._mmd = [torch.tensor(float(mmd(look)))]
+            health._mmd, health._tokens = [torch.tensor(float(mmd(look)))], [torch.tensor(10.0)]
             health.settle(torch.tensor(share), {"discriminator_accuracy": torch.tensor(accuracy)})
     return [(str(one.message), one.category) for one in told]
 
@@ -97,7 +97,8 @@ def test_a_sound_alignment_says_nothing():
 @pytest.mark.parametrize(
     ("figures", "kind", "after"),
     [
-        ({"share": 5.0}, "eats", PATIENCE),
+        ({"share": 0.35}, "eats", PATIENCE),
+        ({"mmd": lambda look: -0.04}, "merged", PATIENCE),
         ({"accuracy": 0.5}, "behind", PATIENCE),
         ({"accuracy": 1.0}, "collapsed", PATIENCE),
         ({"mmd": lambda look: 1.0}, "still", LOOKS_TO_MOVE + PATIENCE - 1),
@@ -106,8 +107,26 @@ def test_a_sound_alignment_says_nothing():
 def test_each_illness_is_told_of_once_with_what_to_do(figures, kind, after):
     assert looks(after, **figures) == []  # a look is judged at the next
     ((message, category),) = looks(100, **figures)
-    assert message == ADVICE[kind].format(3.0) and category is AlignmentWarning
+    assert message == ADVICE[kind] and category is AlignmentWarning
     assert len(looks(after + 1, **figures)) == 1
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_queries_that_are_their_own_keys_are_told_of_and_others_are_not(padded):
+    """Their MMD² is -2 (1 - mean kernel) / tokens; independent ones have none on average."""
+    numbers = torch.Generator().manual_seed(0)
+    mask = torch.ones(3, 2, 40, dtype=torch.bool)
+    mask[..., 25:] = False
+    masks = (mask, mask) if padded else (None, None)
+    for alike in (True, False):
+        health = Health()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(PATIENCE + 1):
+                query, other = torch.randn(2, 3, 2, 4, 40, 8, generator=numbers).unbind()
+                health.watch(["a", "b", "c"], query, query if alike else other, *masks)
+                health.settle(torch.tensor(0.1), {})
+        assert [str(one.message) for one in told] == ([ADVICE["merged"]] if alike else [])
 
 
 def test_one_bad_look_is_none():

@@ -270,7 +270,9 @@ class Alignment:
             watchers.append(self._recentring)
         self.matcher.asked = strength.looks
         balance = strength.balance if strength.looks else None
-        term, self.parts = self.objective(forwards, weight, watchers, balance)
+        self.objective.thinning.begin(strength.closed)
+        every_layer = strength.looks or self.config.every == 1
+        term, self.parts = self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
         self._measure(weight)
         if self.adversary is not None:
             self.adversary.due = True
@@ -313,7 +315,8 @@ class Alignment:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
         device = next(iter(self.parts.values())).device
         parts = torch.stack([part.to(device) for part in self.parts.values()])
-        whole = weight * (parts.mean() if self.config.reduction == "mean" else parts.sum())
+        of_layers = parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted
+        whole = weight * of_layers
         names = ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in self.parts))
         self.meter.add(names, torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts]))
 

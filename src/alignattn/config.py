@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from alignattn.errors import ConfigError, unknown
@@ -66,6 +66,8 @@ class AlignmentConfig:
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
     recentre: bool = False  # shift keys to the queries by their projection's bias, which softmax does not feel
     cross: bool = False  # cross-attention too
+    max_tokens: int | None = None  # of a sample, drawn at random each time; None: all
+    every: int = 1  # one layer in so many is matched in an update, drawn at random; 1: all
     add_to_outputs: bool = True  # to the loss that a transformers model returns in training mode
     adversary_optimizer: str | None = "adam"  # None: put alignment.parameters() into an optimizer of your own
     adversary_rate: float = 1e-3  # of Adam; at a fine-tuning rate the networks never keep up
@@ -88,6 +90,11 @@ class AlignmentConfig:
         for name in ("recentre", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name, least in (("max_tokens", 2), ("every", 1)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not whole and not (name == "max_tokens" and value is None):
+                raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}.")
         if isinstance(self.weight, Auto) and self.adversary_optimizer is None:
             raise ConfigError("weight='auto' needs adversary_optimizer='adam'. Give a number to an optimizer of yours.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
@@ -99,6 +106,18 @@ class AlignmentConfig:
     def told_weight(self) -> float | str:
         """The weight as a result file has it: a number, or a text where it changes while training."""
         return float(self.weight) if isinstance(self.weight, int | float) else str(self.weight)
+
+    def acting(self) -> dict[str, Any]:
+        """All options as a result file has them, without those that do nothing as they are set.
+
+        They are younger than many a file, and those are still to be found again and compared.
+        """
+        idle = {
+            "first_weight": not isinstance(self.weight, Auto),
+            "max_tokens": self.max_tokens is None,
+            "every": self.every == 1,
+        }
+        return {name: value for name, value in asdict(self).items() if not idle.get(name)}
 
     def weight_at(self, step: int) -> float:
         """The weight in the step-th update of the model; zero where it is chosen while training."""

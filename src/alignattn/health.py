@@ -13,7 +13,10 @@ from torch import Tensor
 from alignattn.errors import AlignmentWarning
 from alignattn.matching.discrepancy import mmd
 
-EATING = 3.0  # times the task's gradient
+EATING = 0.3  # of the task's gradient: a tenth, always in one direction, is much already
+# Queries that are their own keys have an unbiased MMD² of -2 (1 - mean kernel) / tokens, about -0.8 / tokens. At less
+# than half of that tasks were seen to suffer.
+MERGED = -0.3
 BEHIND, COLLAPSED = 0.51, 0.999  # accuracy of a discriminator
 PATIENCE = 5  # looks in a row, before anything is said
 LOOKS_TO_MOVE = 20
@@ -25,8 +28,12 @@ ADVICE = {
         "the weight as it is. Are their projections frozen? Give a number, or train them."
     ),
     "eats": (
-        "Alignment's gradient at queries and keys has been more than {:.0f} times the task's for a while: it eats the "
-        "task. Lower the weight, or use weight='auto'."
+        f"Alignment's gradient at queries and keys has been more than {EATING:g} of the task's for a while: it eats "
+        "the task. Lower the weight, or use weight='auto'."
+    ),
+    "merged": (
+        "The MMD in the logs is far below zero: queries have become their own keys, and tokens look at themselves. "
+        "Lower the weight, or use method='ct'."
     ),
     "still": (
         "Keys and queries are as far apart as at the beginning: alignment does not move them. Raise the weight, use "
@@ -49,6 +56,7 @@ class Health:
     def __init__(self, *, chooses: bool = False) -> None:
         self._chooses = chooses  # the weight, from the share
         self._mmd: list[Tensor] = []  # of the update under way
+        self._tokens: list[Tensor] = []  # of a sample, there
         self._last: dict[str, Tensor] = {}  # of the look before
         self._in_a_row: dict[str, int] = dict.fromkeys(ADVICE, 0)
         self._first_mmd: float | None = None
@@ -63,6 +71,8 @@ class Health:
         some = [t[:, :SAMPLES].flatten(0, 1) for t in (query, key)]
         masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
         self._mmd.append(mmd(some[0].float(), some[1].float(), query_mask=masks[0], key_mask=masks[1]).mean())
+        everything = torch.ones(some[0].shape[0], some[0].shape[2], device=query.device)
+        self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
 
     @torch.no_grad()
     def settle(self, share: Tensor | None, told: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,8 +83,9 @@ class Health:
         if self._mmd:
             device = self._mmd[0].device
             figures["alignment_mmd"] = torch.stack([value.to(device) for value in self._mmd]).mean()
-        self._mmd = []
-        self._last = figures
+            tokens = torch.stack([value.to(device) for value in self._tokens]).mean()
+        self._last = figures | ({"merged": figures["alignment_mmd"] * tokens} if self._mmd else {})
+        self._mmd, self._tokens = [], []
         return figures
 
     def _warn(self) -> None:
@@ -88,6 +99,7 @@ class Health:
         now = {
             "blind": self._chooses and (self._blind or math.isnan(values.get("alignment_share", 0.0))),
             "eats": values.get("alignment_share", 0.0) > EATING,
+            "merged": values.get("merged", 0.0) < MERGED,
             "still": self._looks >= LOOKS_TO_MOVE and distance > 0.95 * self._first_mmd > 0,
             "behind": accuracy < BEHIND,
             "collapsed": accuracy > COLLAPSED,
@@ -95,4 +107,4 @@ class Health:
         for kind, true in now.items():
             self._in_a_row[kind] = self._in_a_row[kind] + 1 if true else 0
             if self._in_a_row[kind] == PATIENCE:
-                warnings.warn(ADVICE[kind].format(EATING), AlignmentWarning, stacklevel=2)
+                warnings.warn(ADVICE[kind], AlignmentWarning, stacklevel=2)

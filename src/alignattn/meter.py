@@ -20,8 +20,11 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Means since the last reading; empty if there was no loss."""
-        means: dict[str, float] = {}
-        for names, total in self._sums.items():
-            means |= zip(names, (total[:-1] / total[-1]).tolist(), strict=True)
+        totals: dict[str, tuple[float, float]] = {}
+        for names, sums in self._sums.items():  # a name may have come in several companies
+            *values, count = sums.tolist()
+            for name, value in zip(names, values, strict=True):
+                total, times = totals.get(name, (0.0, 0.0))
+                totals[name] = total + value, times + count
         self._sums.clear()
-        return means
+        return {name: total / times for name, (total, times) in totals.items()}

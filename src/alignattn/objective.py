@@ -25,6 +25,7 @@ from alignattn.config import AlignmentConfig
 from alignattn.errors import CaptureError
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
+from alignattn.thinning import Thinning
 
 Forwards = list[list[QueryKey]]
 Parts = dict[str, Tensor]
@@ -73,18 +74,31 @@ class Objective:
         self.matcher = matcher
         self.config = config
         self.weighs_networks = weighs_networks
+        self.thinning = Thinning(config.max_tokens, config.every, config.seed)
+        self.counted = 1  # times, each layer that was matched: others were left out for it
 
     def __call__(
-        self, forwards: Forwards, weight: Weight, watchers: Watchers, balance: Balance | None = None
+        self,
+        forwards: Forwards,
+        weight: Weight,
+        watchers: Watchers,
+        balance: Balance | None = None,
+        *,
+        every_layer: bool = True,
     ) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
         shares = self._shares(forwards)
         records = [record for some in forwards for record in some]
+        self.counted = 1
+        if not every_layer:
+            chosen, self.counted = self.thinning.layers([len(some) for some in forwards])
+            records = [record for record, wanted in zip(records, chosen, strict=True) if wanted]
+            shares = [share * self.counted for share, wanted in zip(shares, chosen, strict=True) if wanted]
         if torch.compiler.is_compiling():
             return self._traced(records, shares, weight, watchers)
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
         leaves = [_leaf(record, wanted=acts) for record in records]
-        rows = [leaf.unpacked() for leaf in leaves]
+        rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self._scale(leaves, shares)
         matched: dict[int, _Matched] = {}
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]

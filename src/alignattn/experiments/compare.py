@@ -193,12 +193,7 @@ def _group(result: Result) -> str:
 
 
 def _kind(result: Result) -> str:
-    alignment = None if result.alignment is None else [dict(result.alignment), _ramp(result)]
-    return json.dumps([result.method, result.preset, result.weight, alignment], sort_keys=True, default=str)
-
-
-def _ramp(result: Result) -> float:
-    return float((result.recipe.get("align") or {}).get("ramp", 0.0))
+    return json.dumps([result.method, result.preset, result.weight, _options(result)], sort_keys=True, default=str)
 
 
 def _age(result: Result) -> tuple[str, str]:
@@ -256,13 +251,19 @@ def _options(result: Result) -> dict[str, Any]:
         return {}
     alignment = json.loads(json.dumps(dict(result.alignment), default=str))
     matcher = alignment.pop("matcher", {})
-    flat = {k: v for k, v in alignment.items() if k not in ("method", "preset", "weight")}
-    return {**flat, **matcher, "ramp": _ramp(result)}
+    told = ["method", "preset", "weight", *([] if str(result.weight).startswith("auto") else ["first_weight"])]
+    flat = {name: value for name, value in alignment.items() if name not in told}
+    beside = result.recipe.get("align") or {}  # what a recipe does around `align`
+    return {**flat, **matcher, "ramp": float(beside.get("ramp", 0.0)), "rebase": bool(beside.get("rebase", False))}
 
 
 def _apart(own: Mapping[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """What is not the same in all."""
-    return [f"{k}={v}" for k, v in own.items() if any(k not in other or other[k] != v for other in others)]
+    """What is not the same in all; only a weight that is chosen has a first one."""
+    return [
+        f"{name}={value}"
+        for name, value in own.items()
+        if any(other.get(name, value) != value or (name not in other and name != "first_weight") for other in others)
+    ]
 
 
 def _names(groups: Mapping[str, Mapping[str, _Kind]]) -> dict[str, str]:

@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def documented(config: AlignmentConfig | None, device: torch.device, **known: An
     return Result(
         preset=None if config is None else config.preset,
         reduction=None if config is None else config.reduction,
-        alignment=None if config is None else asdict(config),
+        alignment=None if config is None else config.acting(),
         versions=versions(),
         commit=commit(),
         machine=machine(device),

@@ -17,7 +17,7 @@ from alignattn.experiments.reading import build, convert, merge, read_toml
 from alignattn.experiments.settings import SOFT, AlignSettings, TrainSettings
 from alignattn.experiments.tasks import TASKS
 from alignattn.results import METRICS
-from alignattn.weights import Auto, write_weight
+from alignattn.weights import write_weight
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 REPORT = ("accuracy", "ece", "mmd", "step_ratio")
@@ -99,10 +99,8 @@ class Run:
 
     def _alignment(self, config: AlignmentConfig) -> dict[str, Any]:
         align = self.recipe.align
-        values = {**asdict(config), "ramp": align.ramp, "rebase": align.rebase}
-        # Younger than many a result: where they do nothing, they leave no trace.
-        unused = {"first_weight": not isinstance(config.weight, Auto), "rebase": not align.rebase}
-        return {name: value for name, value in values.items() if not unused.get(name)}
+        rebased = {"rebase": True} if align.rebase else {}  # younger than many a result: unset, it leaves no trace
+        return {**config.acting(), "ramp": align.ramp, **rebased}
 
     def file(self, inputs: Mapping[str, str]) -> Path:
         """Of its result, relative to the folder of all results."""

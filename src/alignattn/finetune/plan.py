@@ -4,7 +4,7 @@ Every error in the files or the settings is raised here, before anything is writ
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Plan:
     def decides(self) -> dict[str, Any]:
         """All that decides the outcome, flat, to tell one run from another."""
         recipe, config = self.recipe, self.alignment
-        options = {} if config is None else asdict(config)
+        options = {} if config is None else config.acting()
         return {
             "settings": {
                 "method": self.settings.method,

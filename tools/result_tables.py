@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def earlier_page() -> str:
 def sections(comparisons: list[Comparison], results: list[Result], *, drawn: bool) -> list[str]:
     """One for each comparison."""
     parts = []
-    for comparison in comparisons:
+    for comparison in map(_untimed, comparisons):
         own = [r for r in results if r.name == comparison.name.partition(" ")[0]]
         parts += [f"## {comparison.name}", "", f"{comparison.description[:1].upper()}{comparison.description[1:]}.", ""]
         parts += ["```sh", *comparison.commands, "```", "", piped(summary(comparison)), ""]
@@ -116,6 +117,11 @@ def sections(comparisons: list[Comparison], results: list[Result], *, drawn: boo
         parts += [f"- {note}" for note in notes(comparison)]
         parts += [f"- {_origin(own)}", ""]
     return parts
+
+
+def _untimed(comparison: Comparison) -> Comparison:
+    """Without times of steps: these runs were made beside each other, at whatever load there was."""
+    return replace(comparison, metrics=tuple(name for name in comparison.metrics if name != "step_ratio"))
 
 
 def at_defaults(results: list[Result]) -> list[Result]:

@@ -329,6 +329,11 @@ def test_nothing_to_compare_is_said():
             ["ot 0.1 epsilon=0.2", "ot 0.1 epsilon=1.0", "mmd 0.1"],
         ),
         (
+            # What most have is not said.
+            [{}, {"weight": 0.2}, {"ramp": 0.5}, {"options": {"generator": "projections"}}],
+            ["mmd 0.1", "mmd 0.2", "mmd 0.1 ramp=0.5", "mmd 0.1 generator=projections"],
+        ),
+        (
             # What a preset sets is said by its name.
             [{"method": "ot"}, {"method": "ot", "preset": "paper"}, {"preset": "paper"}],
             ["ot 0.1 paper", "ot 0.1 stable", "mmd 0.1 paper"],

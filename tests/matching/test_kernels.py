@@ -22,7 +22,7 @@ def _asked_for(monkeypatch):
     monkeypatch.setenv("ALIGNATTN_KERNELS", "1")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is that process")
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="is that process, or has an accelerator")
 def test_in_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", str(Path(__file__))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

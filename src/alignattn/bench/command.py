@@ -5,14 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from alignattn.arguments import at_least_one, names
-from alignattn.bench.parts import PARTS
+from alignattn.bench.parts import LONG_PARTS, PARTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Of the command."""
     add = parser.add_argument
     add("--quick", action="store_true", help="small models, a minute on two cores")
-    add("--parts", type=names, help=f"of {','.join(PARTS)} (default: all; with --quick all but layers)")
+    quick = f"with --quick all but {' and '.join(LONG_PARTS)}"
+    add("--parts", type=names, help=f"of {','.join(PARTS)} (default: all; {quick})")
     add("--methods", type=names, help="such as gan,mmd (default: all)")
     add("--compile", action="store_true", help="whole steps under torch.compile")
     add("--rounds", type=at_least_one, help="how often each is timed")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from alignattn.bench import losses, peers, steps
-from alignattn.bench.parts import PARTS
+from alignattn.bench import losses, peers, steps, subsets
+from alignattn.bench.parts import LONG_PARTS, PARTS
 from alignattn.bench.row import Row
 from alignattn.bench.workload import Shape
 from alignattn.config import METHODS
@@ -23,7 +23,7 @@ class Plan:
     """What to measure."""
 
     device: torch.device
-    parts: Sequence[str] | None = None  # None: all, but "layers" if it is to be quick
+    parts: Sequence[str] | None = None  # None: all, or those that are quick
     methods: Sequence[str] = tuple(METHODS)
     quick: bool = False
     compiled: bool = False
@@ -50,7 +50,7 @@ def measure(plan: Plan) -> Iterator[list[Row]]:
         lengths, heads = (losses.LENGTHS, 12) if cuda else (losses.LENGTHS[:3], 4)
     rounds = plan.rounds or rounds
     device, methods = plan.device, plan.methods
-    parts = plan.parts or [part for part in PARTS if not (plan.quick and part == "layers")]
+    parts = plan.parts or [part for part in PARTS if not (plan.quick and part in LONG_PARTS)]
     if "step" in parts:
         for shape in shapes:
             yield steps.whole_steps(shape, methods, device, rounds=rounds, compiled=plan.compiled)
@@ -60,5 +60,7 @@ def measure(plan: Plan) -> Iterator[list[Row]]:
         yield from steps.by_layers(shapes[0], methods, device, rounds=rounds)
     if "sinkhorn" in parts:
         yield from peers.sinkhorn(device, quick=plan.quick, rounds=max(3, rounds // 4))
+    if "subsets" in parts:
+        yield subsets.subsets(shapes[-1], methods, device, rounds=rounds)
     if "inference" in parts:
         yield steps.inference(shapes[0], methods, device, rounds=rounds)

@@ -33,7 +33,7 @@ def text(rows: Iterable[Row]) -> str:
     """One table a case."""
     blocks = []
     for (part, case), some in groupby(rows, key=lambda row: (row.part, row.case)):
-        lines = [["", "ratio", "ms", "quartiles", "MiB", "memory"], *map(_cells, some)]
+        lines = [["", "ratio", "ms", "quartiles", "MiB", "memory", ""], *map(_cells, some)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
         table = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines
@@ -44,7 +44,7 @@ def text(rows: Iterable[Row]) -> str:
 
 def _cells(row: Row) -> list[str]:
     if row.timing is None:
-        return [row.name, "–", row.failed or "–", "", "", ""]
+        return [row.name, "–", row.failed or "–", "", "", "", ""]
     t = row.timing
     return [
         row.name,
@@ -53,4 +53,5 @@ def _cells(row: Row) -> list[str]:
         f"{1e3 * t.low:.2f} to {1e3 * t.high:.2f}",
         "" if row.memory is None else f"{row.memory / 2**20:.1f}",
         "" if row.memory_ratio is None else f"{row.memory_ratio:.2f}",
+        ", ".join(f"{name} {value:.3g}" for name, value in row.details.items() if isinstance(value, float)),
     ]

@@ -239,7 +239,7 @@ def _labels(results: list[Result]) -> list[_Label]:
             # Not those that the presets themselves set otherwise: the preset's name says it.
             like = (result.method, result.preset)
             alike = [other for r, other in zip(results, options, strict=True) if (r.method, r.preset) == like]
-            parts += _apart(own, alike)
+            parts += _unlike_most(own, alike)
         weight = "" if result.weight is None else write_weight(result.weight)
         labels.append(_Label(result.method, weight, tuple(parts)))
     return labels
@@ -258,12 +258,19 @@ def _options(result: Result) -> dict[str, Any]:
 
 
 def _apart(own: Mapping[str, Any], others: list[dict[str, Any]]) -> list[str]:
-    """What is not the same in all; only a weight that is chosen has a first one."""
-    return [
-        f"{name}={value}"
-        for name, value in own.items()
-        if any(other.get(name, value) != value or (name not in other and name != "first_weight") for other in others)
-    ]
+    """What is not the same in all."""
+    return [f"{k}={v}" for k, v in own.items() if any(k not in other or other[k] != v for other in others)]
+
+
+def _unlike_most(own: Mapping[str, Any], others: list[dict[str, Any]]) -> list[str]:
+    """What is not as in most of them, nor, where there is no most, the same in all."""
+    parts = []
+    for name, value in own.items():
+        having = [other for other in others if name in other or name != "first_weight"]  # of weights that are chosen
+        alike = sum(name in other and other[name] == value for other in having)
+        if alike < len(having) and 2 * alike <= len(having):
+            parts.append(f"{name}={value}")
+    return parts
 
 
 def _names(groups: Mapping[str, Mapping[str, _Kind]]) -> dict[str, str]:

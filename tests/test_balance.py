@@ -9,6 +9,7 @@ from torch import nn
 import alignattn
 from alignattn import balance
 from alignattn.errors import AlignmentWarning, ConfigError
+from alignattn.matching.matcher import MatcherConfig
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
 
@@ -192,6 +193,12 @@ def test_an_optimizer_of_ones_own_gets_the_first_weight_unless_auto_is_asked_for
     assert alignattn.Alignment("ct").config.weight == alignattn.Auto(0.1)
     assert alignattn.Alignment("ct", preset="paper", adversary_optimizer=None).config.weight == 0.01
     assert alignattn.Alignment("ct", weight=0.4, adversary_optimizer=None).config.weight == 0.4
+
+    class Own(alignattn.Matcher):
+        def losses(self, query, key, query_mask, key_mask, names):
+            return (query.mean(3) - key.mean(3)).square().sum(-1).flatten(0, 1)
+
+    assert alignattn.Alignment(Own(MatcherConfig(), seed=0), adversary_optimizer=None).config.weight == 1.0
 
 
 # nn.MultiheadAttention: what is matched are copies, and the gradients meet in the weights

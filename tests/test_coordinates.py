@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from scipy.linalg import sqrtm
 from torch import nn
 
@@ -235,6 +236,61 @@ def test_what_would_feel_it_is_left_alone(kind):
     assert rebase(model, [inputs], call=lambda model, batch: model(**batch)) == []
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class Elsewhere(Grouped):
+    """Queries or keys that are used for more than their product."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.positions = kind, nn.Parameter(torch.randn(30, 8))
+
+    def forward(self, input_ids, attention_mask=None):
+        tokens = self.embed(input_ids)
+        summary = self.k(tokens.mean(1)) if self.kind == "called before" else 0.0
+        q, k, v = (f(tokens).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        v = k if self.kind == "values are keys" else v
+        bias = q @ self.positions.T if self.kind == "positions" else None
+        output = F.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True)
+        output = output * q.sigmoid() if self.kind == "gate" else output
+        return output.transpose(1, 2).flatten(2)[..., :16] + (summary[:, None] if self.kind == "called before" else 0)
+
+
+USES = ("called before", "values are keys", "positions", "gate")
+
+
+@pytest.mark.parametrize("kind", [*USES, "pruned", "one module", "hook"])
+def test_what_is_used_elsewhere_too_is_noticed(kind):
+    inputs = inputs_of()
+    model = apart(Elsewhere(kind) if kind in USES else Grouped())
+    if kind == "pruned":
+        torch.nn.utils.prune.random_unstructured(model.q, "weight", 0.5)
+    if kind == "one module":
+        model = apart(bert())
+        model.encoder.layer[1].attention.self.key = model.encoder.layer[0].attention.self.key
+    if kind == "hook":
+        model.q.register_forward_hook(lambda _, __, output: output + 1.0)
+    before = copy.deepcopy(model.state_dict())
+    assert rebase(model, [inputs if kind == "one module" else inputs["input_ids"]]) == []
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_at_one_token_alone_nothing_is_told():
+    model = apart(Rotated())
+    assert rebase(model, [inputs_of(length=30)["input_ids"][:, :1]]) == []
+
+
+def test_a_cap_on_logits_feels_a_shift_and_is_left_alone():
+    model, inputs = apart(bert(attn_implementation="eager")), inputs_of()
+    for layer in model.encoder.layer:
+        function = layer.attention.self.forward
+
+        def capped(*args, function=function, **kwargs):
+            return function(*args, **kwargs, softcap=50.0)
+
+        layer.attention.self.forward = capped
+    assert rebase(model, [inputs]) == []
 
 
 def test_frozen_parameters_and_modes_are_no_matter():

@@ -393,6 +393,7 @@ class Alignment:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
         layers = None if self._tap is None else {site.name for site in self._tap.sites}
         method = self.config.method
+        self.objective.thinning.forget()
         self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         if self._strength.balance.target is not None and "weight" in saved:
             self._strength.balance.weight = torch.tensor(float(saved["weight"]))
@@ -445,9 +446,10 @@ def align(
     """Let `model` train with aligned queries and keys, in place; returns the Alignment.
 
     `method` is "gan", "ot", "ct" or "mmd", or a Matcher; `weight` a number, a function of the step, or "auto", which
-    keeps alignment's gradient at a tenth of the task's (`Auto(share)`: at another share); `preset` "stable", "paper" or
-    "released". `layers` chooses attention modules by index, name or pattern. Other options are
-    those of AlignmentConfig and of the method's config, e.g. generator="projections", reduction="sum", epsilon=0.05.
+    begins with alignment's gradient at a tenth of the task's (`Auto(share)`: at another share) and then only falls;
+    `preset` "stable", "paper" or "released". `layers` chooses attention modules by index, name or pattern. Other
+    options are those of AlignmentConfig and of the method's config, e.g. generator="projections", reduction="sum",
+    epsilon=0.05.
 
     A transformers model then carries the term in `outputs.loss` in training mode. For any other:
     `loss = criterion(model(x), y) + alignment.loss()`.

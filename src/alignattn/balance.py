@@ -64,7 +64,7 @@ class Balance:
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
         if self.target is not None and is_compiled_output(tokens):
-            self.weight = self.weight.new_full((), self.unseen())
+            self.weight = torch.full((), self.unseen(), device="cpu")
             return None
 
         def plain(factor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Balance:
             return None
         ratio = (squares[1] / squares[0]).sqrt()  # of the task's gradient to alignment's
         usable = ratio.isfinite() & (ratio > 0)
-        if self.target is not None:
+        if self.target is not None and not self.is_blind:
             chosen = self.target * ratio
             before = self.weight.to(chosen)
             smoothed = before**MEMORY * chosen ** (1 - MEMORY) if updates else chosen

@@ -148,8 +148,9 @@ def resolve(
         values["weight"] = weight
     if isinstance(values.get("weight"), str):
         values["weight"] = read_weight(values["weight"])
-    elif weight is None and "weight" not in options and values.get("adversary_optimizer", "adam") is None:
-        values["weight"] = values.get("first_weight", values.get("weight"))  # whose gradients nobody sees apart
+    chosen = weight is None and "weight" not in options and isinstance(values.get("weight"), Auto)
+    if chosen and values.get("adversary_optimizer", "adam") is None:  # nobody sees its gradients apart
+        values["weight"] = values["first_weight"]
     if isinstance(method, Matcher):
         matcher = method.config
         values.setdefault("weight", 1.0)

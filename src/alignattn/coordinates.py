@@ -5,17 +5,19 @@ softmax does not feel a shift of all keys (capture/keybias.py):
 
     q → q A        k → (k A⁻¹) + c        A symmetric, A² Σ_q A² = Σ_k,    c = E[q A] − E[k A⁻¹]
 
-Both sides then have the same mean and the same covariance in every head. A² is the map that carries a Gaussian of
+Both sides then have the same mean and the same covariance in every head, as far as no direction need be stretched more
+than tenfold. A² is the map that carries a Gaussian of
 covariance Σ_q to one of Σ_k at least cost; A is half of that way, and keys come to meet it. What is left between the
 two distributions is what no choice of coordinates removes. (Departure: the paper's measure of distance depends on
 that choice, and all that it removes here costs nothing and gains nothing but the distance itself.)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -24,9 +26,11 @@ from alignattn.capture.basis import EXACT, shared_parameters
 from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.capture.keybias import are_projected
 from alignattn.capture.tap import Layers
-from alignattn.errors import NothingCapturedError
+from alignattn.errors import AlignmentError, NothingCapturedError
+from alignattn.processes import several
 
 STRETCH = 10.0  # no direction is made longer or shorter by more
+FELT = 3e-4  # of an output's size: a change that is no rounding
 
 Double = Float[Tensor, "*shape"]
 
@@ -43,39 +47,115 @@ def rebase(
 
     Returns the attention modules that were changed. Left as they are: those whose queries or keys are rotated,
     normalised or scaled behind their projections, have no projections of their own, or are kept in less than single
-    precision. `batches`, a few hundred samples of the data, tell the means and covariances; `call` feeds one to the
-    model. Do it before training, or after: optimizers and averages of weights keep the old coordinates.
+    precision; and those whose outputs change nevertheless, on the first of the batches. `batches`, a few hundred
+    samples of the data, tell the means and covariances; of several processes the first one's do. `call` feeds one to
+    the model: mappings by name, tuples one by one. Do it before training, or after: optimizers and averages of weights
+    keep the old coordinates. Before a model is sharded (FSDP).
     """
-    moments: dict[str, _Moments] = {}
-    free: dict[str, Tensor] = {}
-
-    def watch(record: QueryKey) -> None:
-        if record.name not in tap.bases:
-            return
-        if tap.bases[record.name].projections is not None:
-            same = are_projected(record.query, record.query_output) & are_projected(record.key, record.key_output)
-            free[record.name] = free[record.name] & same if record.name in free else same
-        seen = _Moments.of(record)
-        moments[record.name] = moments[record.name] + seen if record.name in moments else seen
-
-    tap = Tap(model, watch=watch, always=True, layers=layers, bases=True, key_biases=True, cross=True)
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise AlignmentError("The model is sharded. Call rebase before fully_shard, or on one process, on the whole.")
+    telling = _Telling(model, layers)
+    first: Any = None
     ran = False
     try:
         with in_eval_mode(model):
             for batch in batches:
                 call(model, batch)
-                ran = True
+                first, ran = (first if ran else batch), True
     finally:
-        tap.remove()
+        telling.tap.remove()
     if not ran:
         raise NothingCapturedError("There were no batches to tell how queries and keys are distributed.")
-    shared = shared_parameters(model)
     changed = []
-    for name, found in moments.items():
-        own = tap.bases[name].parameters()
-        if bool(free.get(name, True)) and not any(p.dtype not in EXACT or p in shared for p in own):
-            _rebase_one(tap, name, found)
-            changed.append(name)
+    with in_eval_mode(model):
+        before = _outputs(model, first, call, telling.tap)
+        for name in telling.free(shared_parameters(model)):
+            parameters = telling.tap.bases[name].parameters()
+            old = [parameter.clone() for parameter in parameters]
+            _rebase_one(telling.tap, name, telling.moments[name])
+            if _same(before, _outputs(model, first, call, telling.tap)):
+                changed.append(name)
+            else:
+                for parameter, value in zip(parameters, old, strict=True):
+                    parameter.copy_(value)
+    return _as_the_first_process(telling.tap, changed)
+
+
+class _Telling:
+    """What batches tell about queries and keys, and whether anything comes behind their projections."""
+
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
+        self.moments: dict[str, _Moments] = {}
+        self._same: dict[str, Tensor] = {}
+        self._long: set[str] = set()  # at one token alone a rotation by position is none
+        self.tap = Tap(model, watch=self._watch, always=True, layers=layers, bases=True, key_biases=True, cross=True)
+
+    def _watch(self, record: QueryKey) -> None:
+        name = record.name
+        if name not in self.tap.bases:
+            return
+        if self.tap.bases[name].projections is not None:
+            same = are_projected(record.query, record.query_output) & are_projected(record.key, record.key_output)
+            self._same[name] = self._same[name] & same if name in self._same else same
+        if min(record.query.shape[2], record.key.shape[2]) > 1:
+            self._long.add(name)
+        seen = _Moments.of(record)
+        self.moments[name] = self.moments[name] + seen if name in self.moments else seen
+
+    def free(self, shared: set[nn.Parameter]) -> list[str]:
+        """Modules whose coordinates can be chosen, as far as can be told from outside."""
+        return [
+            name
+            for name in self.moments
+            if name in self._long
+            and bool(self._same.get(name, True))
+            and not any(p.dtype not in EXACT or p in shared for p in self.tap.bases[name].parameters())
+        ]
+
+
+def _outputs(model: nn.Module, batch: Any, call: Callable[[nn.Module, Any], object], tap: Tap) -> list[Tensor]:
+    """What the attention modules, and the model, make of a batch."""
+    found: list[Tensor] = []
+    handles = [
+        site.module.register_forward_hook(lambda _, __, output: found.extend(_tensors(output))) for site in tap.sites
+    ]
+    try:
+        found += _tensors(call(model, batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value.detach()] if value.is_floating_point() else []
+    inner = list(value.values()) if isinstance(value, Mapping) else value
+    return [t for one in inner for t in _tensors(one)] if isinstance(inner, tuple | list) else []
+
+
+def _same(before: list[Tensor], after: list[Tensor]) -> bool:
+    """But for rounding."""
+    if len(before) != len(after):
+        return False
+    for one, other in zip(before, after, strict=True):
+        finite = one.isfinite()
+        size = one[finite].abs().max() if bool(finite.any()) else one.new_zeros(())
+        tolerance = FELT * (1 if one.dtype != torch.float64 else 1e-4)
+        if not bool(((other - one)[finite].abs() <= tolerance * size.clamp_min(1e-3)).all()):
+            return False
+    return True
+
+
+def _as_the_first_process(tap: Tap, changed: list[str]) -> list[str]:
+    """Replicas must stay replicas: all take what the first has come to."""
+    if several():
+        names = [changed]
+        dist.broadcast_object_list(names, src=0)
+        changed = names[0]
+        for name in sorted(tap.bases):
+            for parameter in tap.bases[name].parameters():
+                dist.broadcast(parameter.data, src=0)
     return changed
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.capture import QueryKey, Tap
-from alignattn.capture.feed import feed, in_eval_mode
+from alignattn.capture.feed import in_eval_mode
 from alignattn.errors import NothingCapturedError
 from alignattn.matching.discrepancy import Bandwidth, mmd
 
@@ -19,7 +19,7 @@ def discrepancy(
     *,
     bandwidth: Bandwidth = "median",
     without_own: bool = False,
-    call: Callable[[nn.Module, Any], object] = feed,
+    call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
 ) -> dict[str, Tensor]:
     """Unbiased squared MMD between keys and queries: name of the attention module to one value a head, float64.
 

@@ -54,7 +54,7 @@ class Health:
     """Figures of one look after another."""
 
     def __init__(self, *, chooses: bool = False) -> None:
-        self._chooses = chooses  # the weight, from the share
+        self.chooses = chooses  # the weight, from the share
         self._mmd: list[Tensor] = []  # of the update under way
         self._tokens: list[Tensor] = []  # of a sample, there
         self._last: dict[str, Tensor] = {}  # of the look before
@@ -79,7 +79,7 @@ class Health:
         """The figures of this look, for the logs; `told` are the matcher's own; no `share` where it cannot be seen."""
         self._warn()
         figures = dict(told) if share is None else {"alignment_share": share, **told}
-        self._blind = self._chooses and share is None
+        self._blind = self.chooses and share is None
         if self._mmd:
             device = self._mmd[0].device
             figures["alignment_mmd"] = torch.stack([value.to(device) for value in self._mmd]).mean()
@@ -97,7 +97,7 @@ class Health:
         self._first_mmd = distance if self._first_mmd is None else self._first_mmd
         accuracy = values.get("discriminator_accuracy", 0.75)
         now = {
-            "blind": self._chooses and (self._blind or math.isnan(values.get("alignment_share", 0.0))),
+            "blind": self.chooses and (self._blind or math.isnan(values.get("alignment_share", 0.0))),
             "eats": values.get("alignment_share", 0.0) > EATING,
             "merged": values.get("merged", 0.0) < MERGED,
             "still": self._looks >= LOOKS_TO_MOVE and distance > 0.95 * self._first_mmd > 0,

@@ -62,6 +62,7 @@ class Strength:
         figures: dict[str, Tensor] = {}
         if self.looks:
             share = self.balance.settle(self.weight(), self.closed, device=device)
+            self.health.chooses = self.balance.target is not None and not self.balance.is_blind
             figures = self.health.settle(share, told)
         self.looks = False
         self.set_clock(self.steps)

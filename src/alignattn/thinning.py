@@ -4,8 +4,8 @@ Tokens: at most so many of a sample, each as likely as any other; the same ones 
 one sequence. Layers: one in so many, counted with that factor, so that on average the loss and its gradient are those
 of all layers. In updates that are looked at (strength.py) every layer is matched, for the figures in the logs.
 
-What is drawn is told by the seed and the count of updates: a run that is resumed draws as it would have, and torch's
-own generators are left alone.
+What is drawn is told by the seed, the count of updates, and that of losses in an update: a run that is resumed between
+two updates draws as it would have. Torch's own generators are left alone.
 """
 
 import random
@@ -47,6 +47,10 @@ class Thinning:
         self._number = self._chance.getrandbits(62)
         for generator in self._generators.values():
             generator.manual_seed(self._number)
+
+    def forget(self) -> None:
+        """The clock was set: the next loss is the first of its update."""
+        self._update = self._losses = -1
 
     def layers(self, counts: list[int]) -> tuple[list[bool], int]:
         """Which of the records are matched, `counts` of them in each forward pass; and how much each counts then."""

@@ -28,7 +28,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Auto:
-    """A weight that keeps alignment's gradient at queries and keys at a share of the task's: `weight="auto"`."""
+    """A weight that begins with alignment's gradient at a share of the task's, and then only falls: `weight="auto"`."""
 
     share: float = 0.1
 

@@ -98,7 +98,7 @@ def finished(files, finetune, tmp_path, capsys):
     [
         (["--seed", "1"], "holds another run: seed is 0 there and 1 here."),
         (["--method", "ot"], 'holds another run: method is "mmd" there and "ot" here; '),
-        (["--weight", "0.5"], f"holds another run: weight is {MMD} there and 0.5 here."),
+        (["--weight", "0.5"], f"holds another run: weight is {MMD} there and 0.5 here"),
         (["--steps", "3", "--precision", "bf16"], 'steps is 2 there and 3 here; precision is "fp32" there'),
     ],
 )

@@ -68,6 +68,8 @@ def find_basis(module: nn.Module) -> Basis | None:
     sides = [[child for name, child in children if side_of(name) == side] for side in ("query", "key")]
     if any(len(side) != 1 or type(side[0]) is not nn.Linear for side in sides):
         return None
+    if any("weight" not in linear._parameters for (linear,) in sides):  # made anew in each call, as by pruning
+        return None
     if any(NORM.match(name) for name, _ in children):
         return None
     query, key = (_of_linear(linear) for (linear,) in sides if isinstance(linear, nn.Linear))
@@ -75,9 +77,14 @@ def find_basis(module: nn.Module) -> Basis | None:
 
 
 def shared_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Parameters that more than one module holds; a module that is reached by several names counts once."""
+    """Parameters that more than one module holds, or that are of a module that more than one holds.
+
+    A module that one other holds by several names counts once.
+    """
     held = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-    return {parameter for parameter, count in held.items() if count > 1}
+    parents = Counter(child for module in model.modules() for child in module.children())
+    of_shared = {p for child, count in parents.items() if count > 1 for p in child.parameters(recurse=False)}
+    return of_shared | {parameter for parameter, count in held.items() if count > 1}
 
 
 def _of_linear(linear: nn.Linear) -> Rows:

@@ -174,6 +174,8 @@ def _watched(function: Callable[..., Any], implementation: str | None) -> Callab
     ) -> Any:
         sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None]
         for socket in sockets:
+            if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+                socket.tap.forget_outputs(module)  # a cap on logits, or a sink beside them, feels a shift of the keys
             socket.see(module, query, key, attention_mask, implementation)
 
         def original() -> Any:

@@ -147,6 +147,11 @@ class Tap:
         """What the "query" or "key" projection of this module has put out in the call that is being recorded."""
         return self._outputs.pop((attention, side), None)
 
+    def forget_outputs(self, attention: nn.Module) -> None:
+        """Nothing about the projections of this module is free, in this call."""
+        for side in ("query", "key"):
+            self._outputs.pop((attention, side), None)
+
     def remove(self) -> None:
         """The model as it was before."""
         self._close()

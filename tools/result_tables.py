@@ -46,7 +46,7 @@ parameters, pretrained, then trained further on sentence pairs, which may have i
 weights were carried in half precision, and trained in float32 with bf16 autocast.
 
 Labels name the options in which the runs of a table differ. MMD², rebased, is what is left of it when queries and keys
-are written in coordinates in which they are closest, which changes no output of the model ([method.md](method.md)).
+are written in coordinates in which their means and covariances agree, which changes no output ([method.md](method.md)).
 Runs with settings that were given up since are in [earlier-results.md](earlier-results.md).
 """
 

@@ -38,7 +38,7 @@ class Balance:
         self.target = target
         self.first_weight = first_weight  # zero: before the first look alignment only watches
         self.weight = torch.full((), first_weight, device="cpu")
-        self.is_blind = False  # gradients are to be seen, and are in compiled code
+        self.is_blind = False  # the weight is to be chosen, and the gradients that tell it are hidden in compiled code
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.

@@ -6,10 +6,9 @@ softmax does not feel a shift of all keys (capture/keybias.py):
     q → q A        k → (k A⁻¹) + c        A symmetric, A² Σ_q A² = Σ_k,    c = E[q A] − E[k A⁻¹]
 
 Both sides then have the same mean and the same covariance in every head, as far as no direction need be stretched more
-than tenfold. A² is the map that carries a Gaussian of
-covariance Σ_q to one of Σ_k at least cost; A is half of that way, and keys come to meet it. What is left between the
-two distributions is what no choice of coordinates removes. (Departure: the paper's measure of distance depends on
-that choice, and all that it removes here costs nothing and gains nothing but the distance itself.)
+than tenfold. A² is the map that carries a Gaussian of covariance Σ_q to one of Σ_k at least cost; A
+is half of that way, and keys come to meet it. Other coordinates may be closer still by another measure. (Departure: the
+paper's measure depends on the choice, and what that removes costs nothing and gains nothing but the distance.)
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -44,7 +44,7 @@ METRICS: Mapping[str, Metric] = {
     "nll": Metric("NLL", higher_is_better=False, digits=4),
     "mmd": Metric("MMD²", higher_is_better=False),  # unbiased, median bandwidth, summed over heads and layers
     "mmd_apart": Metric("MMD², own pairs left out", higher_is_better=False),  # a token's query against its own key
-    "mmd_rebased": Metric("MMD², rebased", higher_is_better=False),  # what no choice of coordinates removes
+    "mmd_rebased": Metric("MMD², rebased", higher_is_better=False),  # after alignattn.rebase, which no output feels
     "mmd_unit": Metric("MMD², unit kernel", higher_is_better=False, digits=3),  # likewise, the paper's kernel
     "step_ratio": Metric("step / soft", higher_is_better=False),
 }

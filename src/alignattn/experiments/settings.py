@@ -68,7 +68,7 @@ class AlignSettings:
     methods: tuple[str, ...] = (SOFT, *METHODS)
     weights: tuple[float | str, ...] = ()  # each method with each, also "auto" or "auto:0.03"; none: the preset's own
     preset: str = "stable"
-    rebase: bool = False  # before training: queries and keys in coordinates in which they are closest
+    rebase: bool = False  # before training: queries and keys in coordinates in which mean and covariance agree
     ramp: float = 0.0  # share of the steps over which the weight grows from zero
     options: Mapping[str, Any] = field(default_factory=dict)  # of `align`, for every method
     gan: Mapping[str, Any] = field(default_factory=dict)  # for one method alone

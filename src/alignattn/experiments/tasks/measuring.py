@@ -75,7 +75,7 @@ def distance_when_rebased(
     *,
     call: Callable[[nn.Module, Any], object] = lambda model, batch: model(batch),
 ) -> Measured:
-    """The distance that no choice of coordinates removes: MMD² once queries and keys are rebased, by batches `telling`.
+    """MMD² once queries and keys are rebased, by batches `telling`: what goes by it was never felt.
 
     `batches` of each data set, by the name that stands behind the metric. Nothing where no layer can be rebased.
     """

@@ -328,3 +328,14 @@ def test_a_model_dropped_without_detach_leaves_nothing_behind():
     gc.collect()
     assert gone() is None
     assert not nn.modules.module._global_forward_hooks and not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_value_that_came_with_others_now_and_alone_then_is_averaged_over_all():
+    from alignattn.meter import Meter
+
+    meter = Meter()
+    meter.add(("loss", "first"), torch.tensor([1.0, 10.0]))
+    meter.add(("loss", "first"), torch.tensor([2.0, 20.0]))
+    meter.add(("loss", "second"), torch.tensor([6.0, 5.0]))
+    assert meter.read() == {"loss": 3.0, "first": 15.0, "second": 5.0}
+    assert meter.read() == {}

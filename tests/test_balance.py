@@ -148,6 +148,18 @@ def test_once_training_has_begun_the_weight_only_falls():
     assert chosen[-1] == pytest.approx(0.1 * 2 / 4, rel=1e-3)
 
 
+def test_in_training_it_only_falls_after_the_beginning_and_not_before(still, batch):
+    for update, may_rise in ((0, True), (balance.BEGINNING + 10, False)):
+        model = copy.deepcopy(still)
+        alignment = alignattn.align(model, "mmd", weight="auto", first_weight=1e-6, recentre=False)
+        alignment._strength.set_clock(update)
+        model(**batch).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        weight = float(alignment._strength.balance.weight)
+        assert weight > 1e-3 if may_rise else weight == pytest.approx(1e-6)
+        alignment.detach()
+
+
 def test_gradients_of_nothing_leave_the_weight_as_it_was():
     auto = balance.Balance(0.1)
     auto.weight = torch.tensor(2.0)

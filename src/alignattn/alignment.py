@@ -386,8 +386,7 @@ class Alignment:
         process before.
         """
         state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
-        balance = self._strength.balance
-        return state_now | ({} if balance.target is None else {"weight": float(balance.weight)})
+        return state_now | self._strength.balance.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from what state_dict() gave. Nothing is changed if it does not fit."""
@@ -395,8 +394,7 @@ class Alignment:
         method = self.config.method
         self.objective.thinning.forget()
         self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
-        if self._strength.balance.target is not None and "weight" in saved:
-            self._strength.balance.weight = torch.tensor(float(saved["weight"]))
+        self._strength.balance.load_state_dict(saved)
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

@@ -5,13 +5,14 @@
 Where all that is matched are copies (nn.MultiheadAttention), the two meet in the weights of their projections, and
 the norms are over those. Looked at in every tenth update, by hooks on the tensors themselves, without waiting for the
 device. It tells whether alignment does nothing or eats the task; and with `weight="auto"` a target bounds it, so that
-one setting serves models of any size: the weight is target · |task| / |alignment|, smoothed, and the same in all
-processes. Once training has begun it may only fall. Keys and queries that come together have small gradients, and the
-task's own grow in fine-tuning, on MRPC by fifty times: a weight that made up for either grew without end, on SNLI to
-millions, and took the task with it.
+one setting serves models of any size: the fair weight is target · |task| / |alignment|, smoothed, and the same in all
+processes. In the beginning the weight is that; later it falls with it and never rises. Keys and queries that come
+together have small gradients, and the task's own grow in fine-tuning, on MRPC by fifty times: a weight that made up for
+either grew without end, on SNLI to millions, and took the task with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,10 @@ from alignattn.processes import several
 
 EVERY = 10  # updates
 BEGINNING = 30  # updates, in which the chosen weight may also rise
-MEMORY = 0.7  # of the logarithm of the chosen weight, from one look to the next
+# Of the logarithm of the fair weight, from one look to the next. Longer where a weight that only falls would follow
+# every dip of the noise.
+MEMORY, LATER_MEMORY = 0.7, 0.9
+STATE = ("weight", "fair_weight")
 
 
 Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
@@ -38,6 +42,7 @@ class Balance:
         self.target = target
         self.first_weight = first_weight  # zero: before the first look alignment only watches
         self.weight = torch.full((), first_weight, device="cpu")
+        self.fair_weight = self.weight  # that would give alignment its share now, smoothed both ways
         self.is_blind = False  # the weight is to be chosen, and the gradients that tell it are hidden in compiled code
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
@@ -144,14 +149,28 @@ class Balance:
         ratio = (squares[1] / squares[0]).sqrt()  # of the task's gradient to alignment's
         usable = ratio.isfinite() & (ratio > 0)
         if self.target is not None and not self.is_blind:
-            chosen = self.target * ratio
-            before = self.weight.to(chosen)
-            smoothed = before**MEMORY * chosen ** (1 - MEMORY) if updates else chosen
-            smoothed = torch.where(before > 0, smoothed, chosen)
-            if updates >= BEGINNING:
-                smoothed = torch.where(before > 0, torch.minimum(smoothed, before), smoothed)
-            self.weight = torch.where(usable, smoothed, before)
+            self._choose(self.target * ratio, updates, usable)
         return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
+
+    def _choose(self, fair: Tensor, updates: int, usable: Tensor) -> None:
+        """The weight after so many updates, in the last of which this one would have been fair."""
+        weight, before = self.weight.to(fair), self.fair_weight.to(fair)
+        begins = updates < BEGINNING
+        memory = (MEMORY if begins else LATER_MEMORY) if updates else 0.0
+        fair = torch.where(before > 0, before**memory * fair ** (1 - memory), fair)
+        chosen = fair if begins else torch.where(weight > 0, torch.minimum(weight, fair), fair)
+        self.fair_weight = torch.where(usable, fair, before)
+        self.weight = torch.where(usable, chosen, weight)
+
+    def state_dict(self) -> dict[str, float]:
+        """What was chosen so far, to continue from; nothing where nothing is chosen."""
+        return {} if self.target is None else {name: float(getattr(self, name)) for name in STATE}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what state_dict() gave, among other things."""
+        if self.target is not None and "weight" in saved:
+            self.weight = torch.tensor(float(saved["weight"]))
+            self.fair_weight = torch.tensor(float(saved.get("fair_weight", saved["weight"])))
 
 
 def at_least_single(gradient: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from alignattn import balance
 from alignattn.config import METHODS, AlignmentConfig
 from alignattn.errors import ConfigError, DataError
 from alignattn.files import write_whole
@@ -41,7 +42,7 @@ def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mappi
         "config": _as_plain(config),
         "layers": layers,
         "steps": state["steps"],
-        **({"weight": state["weight"]} if "weight" in state else {}),
+        **{name: state[name] for name in balance.STATE if name in state},
         "rows": state["rows"],
         "tensors": hashlib.sha256(packed).hexdigest(),
     }
@@ -98,7 +99,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
         "rows": [(str(name), int(width), int(bank), int(row)) for name, width, bank, row in settings["rows"]],
         "networks": networks,
         "adversary": adversary if optimizer or gradients else {},
-        **({"weight": float(settings["weight"])} if "weight" in settings else {}),
+        **{name: float(settings[name]) for name in balance.STATE if name in settings},
     }
 
 

@@ -339,3 +339,13 @@ def test_a_value_that_came_with_others_now_and_alone_then_is_averaged_over_all()
     meter.add(("loss", "second"), torch.tensor([6.0, 5.0]))
     assert meter.read() == {"loss": 3.0, "first": 15.0, "second": 5.0}
     assert meter.read() == {}
+
+
+def test_sums_for_the_logs_follow_a_model_that_is_moved():
+    """A device that every build has stands for the accelerator: tests/test_cuda.py trains on one."""
+    from alignattn.meter import Meter
+
+    meter = Meter()
+    meter.add(("loss",), torch.ones(1))
+    meter.add(("loss",), torch.ones(1, device="meta"))
+    assert meter._sums[("loss",)].device.type == "meta"

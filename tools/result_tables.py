@@ -155,6 +155,43 @@ def block(comparisons: list[Comparison]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def target(comparisons: list[Comparison]) -> str:
+    """What was asked of the defaults on text, held against what was measured."""
+    rows = [["recipe", "attention", "MMD² smaller", "rebased", "worse beyond one standard error", "significantly better"]]
+    for comparison in comparisons:
+        soft = next(row for row in comparison.rows if row.method == SOFT)
+        for row in comparison.rows:
+            if row.method == SOFT or not comparison.name.startswith("minilm"):
+                continue
+            judged = {n: row.cells[n] for n in comparison.metrics if "mmd" not in n and n in row.cells}
+            times = [_times(soft.cells["mmd"].mean, row.cells[name].mean) for name in ("mmd", "mmd_rebased")]
+            worse = [_change(n, c) for n, c in judged.items() if _harm(n, c) > 1]
+            better = [_change(n, c) for n, c in judged.items() if c.difference and c.difference.verdict == "better"]
+            listed = ["; ".join(names) or "–" for names in (worse, better)]
+            rows.append([f"`{comparison.name.partition(' ')[0]}`", row.label, *times, *listed])
+    return piped(rows)
+
+
+def _times(soft: float, aligned: float) -> str:
+    """How many times smaller; an unbiased estimate may lie below zero, where nothing can be told apart."""
+    return f"{soft / aligned:.1f} times" if aligned > 0 else "to nothing"
+
+
+def _harm(name: str, cell: Cell) -> float:
+    """How much worse than soft attention, in standard errors."""
+    found = cell.difference
+    if found is None or math.isnan(found.error) or not found.mean:
+        return 0.0
+    signed = -found.mean if metric(name).higher_is_better else found.mean
+    return signed / found.error if found.error else math.inf * signed
+
+
+def _change(name: str, cell: Cell) -> str:
+    assert cell.difference is not None
+    digits = metric(name).digits
+    return f"{metric(name).label} {cell.difference.mean:+.{digits}f} ± {cell.difference.error:.{digits}f}"
+
+
 def _short(cell: Cell | None, digits: int) -> str:
     if cell is None or math.isnan(cell.mean):
         return "–"

@@ -16,7 +16,9 @@ class Meter:
     def add(self, names: tuple[str, ...], values: Tensor) -> None:
         """One value for each name, of one loss."""
         values = torch.cat([values.detach().float().reshape(-1), values.new_ones(1, dtype=torch.float32)])
-        self._sums[names] = self._sums[names] + values if names in self._sums else values
+        if names in self._sums:  # on another device, where the model has moved since
+            values = self._sums[names].to(values.device) + values
+        self._sums[names] = values
 
     def read(self) -> dict[str, float]:
         """Means since the last reading; empty if there was no loss."""

@@ -8,8 +8,9 @@ from torch import nn
 
 import alignattn
 from alignattn import balance
+from alignattn.distances import SAMPLES, Distances, Seen
 from alignattn.errors import AlignmentWarning
-from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, SAMPLES, Health
+from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, Health
 from alignattn.matching.scale import standardise
 
 
@@ -75,7 +76,8 @@ def test_mmd_in_the_logs_is_that_of_the_first_records(bert, batch, method):
     values = []
     for record in records:
         masks = {name: getattr(record, name)[:SAMPLES] for name in ("query_mask", "key_mask")}
-        values.append(alignattn.functional.mmd(record.query[:SAMPLES], record.key[:SAMPLES], **masks).mean())
+        some = record.query[:SAMPLES], record.key[:SAMPLES]
+        values.append(alignattn.functional.mmd(*some, bandwidth="mean", **masks).mean())
     assert logs["alignment_mmd"] == pytest.approx(float(torch.stack(values).mean().detach()), rel=1e-4)
 
 
@@ -85,8 +87,8 @@ def looks(count, *, share=0.1, accuracy=0.7, mmd=lambda look: 1.0 / (look + 1)):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for look in range(count):
-            health._mmd, health._tokens = [torch.tensor(float(mmd(look)))], [torch.tensor(10.0)]
-            health.settle(torch.tensor(share), {"discriminator_accuracy": torch.tensor(accuracy)})
+            seen = Seen(torch.tensor(float(mmd(look))), torch.tensor(10.0))
+            health.settle(torch.tensor(share), seen, {"discriminator_accuracy": torch.tensor(accuracy)})
     return [(str(one.message), one.category) for one in told]
 
 
@@ -97,7 +99,7 @@ def test_a_sound_alignment_says_nothing():
 @pytest.mark.parametrize(
     ("figures", "kind", "after"),
     [
-        ({"share": 0.35}, "eats", PATIENCE),
+        ({"share": 0.55}, "eats", PATIENCE),
         ({"mmd": lambda look: -0.04}, "merged", PATIENCE),
         ({"accuracy": 0.5}, "behind", PATIENCE),
         ({"accuracy": 1.0}, "collapsed", PATIENCE),
@@ -119,13 +121,13 @@ def test_queries_that_are_their_own_keys_are_told_of_and_others_are_not(padded):
     mask[..., 25:] = False
     masks = (mask, mask) if padded else (None, None)
     for alike in (True, False):
-        health = Health()
+        health, distances = Health(), Distances()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(PATIENCE + 1):
                 query, other = torch.randn(2, 3, 2, 4, 40, 8, generator=numbers).unbind()
-                health.watch(["a", "b", "c"], query, query if alike else other, *masks)
-                health.settle(torch.tensor(0.1), {})
+                distances.watch(["a", "b", "c"], query, query if alike else other, *masks)
+                health.settle(torch.tensor(0.1), distances.settle(), {})
         assert [str(one.message) for one in told] == ([ADVICE["merged"]] if alike else [])
 
 
@@ -134,7 +136,7 @@ def test_one_bad_look_is_none():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for look in range(30):
-            health.settle(torch.tensor(9.0 if look % 3 else 0.1), {})
+            health.settle(torch.tensor(9.0 if look % 3 else 0.1), None, {})
 
 
 def test_copies_of_queries_and_keys_have_all_figures_too(encoder):

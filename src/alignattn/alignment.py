@@ -64,8 +64,9 @@ class Alignment:
         )
         if self.adversary is not None:
             self.adversary.take_on()  # a matcher of one's own may bring parameters along
-        self.objective = Objective(self.matcher, self.config, weighs_networks=not own)
         self._strength = Strength(self.config)
+        met = self._strength.distances if self.config.until_met else None
+        self.objective = Objective(self.matcher, self.config, weighs_networks=not own, met=met)
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
         self._tap: Tap | None = None
@@ -262,7 +263,7 @@ class Alignment:
         strength = self._strength
         strength.begin()
         if strength.looks:
-            watchers.append(strength.health)
+            watchers.append(strength.distances)
         # With a weight of zero nothing at all is touched.
         if self._recentring is not None and self.config.weight != 0 and strength.gathers:
             for record in (record for records in forwards for record in records):
@@ -386,6 +387,7 @@ class Alignment:
         process before.
         """
         state_now = state.take(self.matcher, self.adversary, method=self.config.method, steps=self.steps)
+        state_now["distances"] = self._strength.distances.state_dict() if self.config.until_met else {}
         return state_now | self._strength.balance.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -395,6 +397,7 @@ class Alignment:
         self.objective.thinning.forget()
         self._strength.set_clock(state.put(saved, self.matcher, self.adversary, method=method, layers=layers))
         self._strength.balance.load_state_dict(saved)
+        self._strength.distances.load_state_dict(saved.get("distances", {}))
 
     def save(self, folder: str | Path) -> None:
         """Write networks, their optimizer and the configuration: two small files, nothing of the model."""

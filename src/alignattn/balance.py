@@ -150,7 +150,8 @@ class Balance:
         usable = ratio.isfinite() & (ratio > 0)
         if self.target is not None and not self.is_blind:
             self._choose(self.target * ratio, updates, usable)
-        return torch.where(usable, torch.as_tensor(weight, device=ratio.device) / ratio, torch.nan)
+        share = torch.as_tensor(weight, device=squares.device) * (squares[0] / squares[1]).sqrt()
+        return torch.where(share.isfinite(), share, torch.nan)  # zero is a share: every head may be left alone
 
     def _choose(self, fair: Tensor, updates: int, usable: Tensor) -> None:
         """The weight after so many updates, in the last of which this one would have been fair."""

@@ -33,6 +33,7 @@ def write(folder: Path, config: AlignmentConfig, layers: list[str], state: Mappi
     adversary = state["adversary"]
     for index, values in adversary.get("moments", {}).items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
+    tensors |= {f"distances.{name}": value for name, value in state.get("distances", {}).items()}
     for index, gradient in enumerate(adversary.get("gradients", [])):
         if gradient is not None:
             tensors[f"gradients.{index}"] = gradient
@@ -81,6 +82,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
     networks: dict[str, Tensor] = {}
     optimizer: dict[int, dict[str, Tensor]] = {}
     gradients: dict[int, Tensor] = {}
+    distances: dict[str, Tensor] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "networks":
@@ -88,6 +90,8 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
         elif kind == "optimizer":
             index, _, key = rest.partition(".")
             optimizer.setdefault(int(index), {})[key] = value
+        elif kind == "distances":
+            distances[rest] = value
         else:
             gradients[int(rest)] = value
     last = max(gradients, default=-1)
@@ -99,6 +103,7 @@ def _state(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[s
         "rows": [(str(name), int(width), int(bank), int(row)) for name, width, bank, row in settings["rows"]],
         "networks": networks,
         "adversary": adversary if optimizer or gradients else {},
+        "distances": distances,
         **{name: float(settings[name]) for name in balance.STATE if name in settings},
     }
 

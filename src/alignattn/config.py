@@ -36,19 +36,19 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         },
     },
     "stable": {
-        "all": {"reduction": "mean", "recentre": True, "standardise": True},
-        "gan": {"weight": Auto(0.1), "first_weight": 0.1, "matched": "features", "hidden_width": 64},
+        "all": {"reduction": "mean", "recentre": True, "standardise": True, "until_met": True},
+        "gan": {"weight": Auto(), "first_weight": 0.1, "matched": "features", "hidden_width": 64},
         "ot": {
             "cost": "sqeuclidean",
             "debiased": True,
             "epsilon": 1.0,
             "tolerance": 0.05,
             "max_iterations": 3,
-            "weight": Auto(0.1),
+            "weight": Auto(),
             "first_weight": 0.3,
         },
-        "ct": {"weight": Auto(0.1), "first_weight": 0.15, "adversary_rate": 1e-2},
-        "mmd": {"weight": Auto(0.1), "first_weight": 0.3, "without_own": True, "bandwidth": "mean"},
+        "ct": {"weight": Auto(), "first_weight": 0.15, "adversary_rate": 1e-2},
+        "mmd": {"weight": Auto(), "first_weight": 0.3, "without_own": True, "bandwidth": "mean"},
     },
 }
 
@@ -65,6 +65,7 @@ class AlignmentConfig:
     reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
     recentre: bool = False  # shift keys to the queries by their projection's bias, which softmax does not feel
+    until_met: bool = False  # a head whose queries and keys cannot be told apart is left alone until they can
     cross: bool = False  # cross-attention too
     max_tokens: int | None = None  # of a sample, drawn at random each time; None: all
     every: int = 1  # one layer in so many is matched in an update, drawn at random; 1: all
@@ -87,7 +88,7 @@ class AlignmentConfig:
         if not callable(self.weight) and not isinstance(self.weight, Auto):
             check_weight(self.weight)
         check_weight(self.first_weight)
-        for name in ("recentre", "cross", "add_to_outputs"):
+        for name in ("recentre", "until_met", "cross", "add_to_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         for name, least in (("max_tokens", 2), ("every", 1)):
@@ -114,6 +115,7 @@ class AlignmentConfig:
         """
         idle = {
             "first_weight": not isinstance(self.weight, Auto),
+            "until_met": not self.until_met,
             "max_tokens": self.max_tokens is None,
             "every": self.every == 1,
         }

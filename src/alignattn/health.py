@@ -10,17 +10,16 @@ import warnings
 import torch
 from torch import Tensor
 
+from alignattn.distances import Seen
 from alignattn.errors import AlignmentWarning
-from alignattn.matching.discrepancy import mmd
 
-EATING = 0.3  # of the task's gradient: a tenth, always in one direction, is much already
+EATING = 0.5  # of the task's gradient: a fifth, always in one direction, is much already
 # Queries that are their own keys have an unbiased MMD² of -2 (1 - mean kernel) / tokens, about -0.8 / tokens. At less
 # than half of that tasks were seen to suffer.
 MERGED = -0.3
 BEHIND, COLLAPSED = 0.51, 0.999  # accuracy of a discriminator
 PATIENCE = 5  # looks in a row, before anything is said
 LOOKS_TO_MOVE = 20
-SAMPLES = 2  # of a batch, on which MMD is measured
 
 ADVICE = {
     "blind": (
@@ -55,8 +54,6 @@ class Health:
 
     def __init__(self, *, chooses: bool = False) -> None:
         self.chooses = chooses  # the weight, from the share
-        self._mmd: list[Tensor] = []  # of the update under way
-        self._tokens: list[Tensor] = []  # of a sample, there
         self._last: dict[str, Tensor] = {}  # of the look before
         self._in_a_row: dict[str, int] = dict.fromkeys(ADVICE, 0)
         self._first_mmd: float | None = None
@@ -64,28 +61,15 @@ class Health:
         self._looks = 0
 
     @torch.no_grad()
-    def watch(
-        self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
-    ) -> None:
-        """Measure the unbiased squared MMD of a few samples of each layer, [l, b, h, tokens, d]."""
-        some = [t[:, :SAMPLES].flatten(0, 1) for t in (query, key)]
-        masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
-        self._mmd.append(mmd(some[0].float(), some[1].float(), query_mask=masks[0], key_mask=masks[1]).mean())
-        everything = torch.ones(some[0].shape[0], some[0].shape[2], device=query.device)
-        self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
-
-    @torch.no_grad()
-    def settle(self, share: Tensor | None, told: dict[str, Tensor]) -> dict[str, Tensor]:
+    def settle(self, share: Tensor | None, seen: Seen | None, told: dict[str, Tensor]) -> dict[str, Tensor]:
         """The figures of this look, for the logs; `told` are the matcher's own; no `share` where it cannot be seen."""
         self._warn()
         figures = dict(told) if share is None else {"alignment_share": share, **told}
         self._blind = self.chooses and share is None
-        if self._mmd:
-            device = self._mmd[0].device
-            figures["alignment_mmd"] = torch.stack([value.to(device) for value in self._mmd]).mean()
-            tokens = torch.stack([value.to(device) for value in self._tokens]).mean()
-        self._last = figures | ({"merged": figures["alignment_mmd"] * tokens} if self._mmd else {})
-        self._mmd, self._tokens = [], []
+        self._last = dict(figures)
+        if seen is not None:
+            figures["alignment_mmd"] = seen.mmd
+            self._last |= {"alignment_mmd": seen.mmd, "merged": seen.mmd * seen.tokens}
         return figures
 
     def _warn(self) -> None:

@@ -22,6 +22,7 @@ from alignattn import delivery
 from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
+from alignattn.distances import Distances
 from alignattn.errors import CaptureError
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
@@ -70,10 +71,13 @@ class Objective:
     optimizer (`weighs_networks`): an adversary that learns slower while the weight is small falls behind.
     """
 
-    def __init__(self, matcher: Matcher, config: AlignmentConfig, *, weighs_networks: bool) -> None:
+    def __init__(
+        self, matcher: Matcher, config: AlignmentConfig, *, weighs_networks: bool, met: Distances | None = None
+    ) -> None:
         self.matcher = matcher
         self.config = config
         self.weighs_networks = weighs_networks
+        self.met = met  # tells which heads to leave alone; None: none
         self.thinning = Thinning(config.max_tokens, config.every, config.seed)
         self.counted = 1  # times, each layer that was matched: others were left out for it
 
@@ -112,7 +116,7 @@ class Objective:
                 stack.query_mask,
                 stack.key_mask,
                 stack.names,
-                stack.outer * scale,
+                self._acting(stack) * scale,
                 of_query=wanted[0],
                 of_key=wanted[1],
             )
@@ -131,6 +135,11 @@ class Objective:
             if gradient is not None:
                 handed.to(parameter, gradient, of_weight / scale)
         return handed.term(), _parts(rows, values, shares)
+
+    def _acting(self, stack: _Stack) -> Tensor:
+        """What each problem counts in the gradient. Heads that are left alone still count in the loss that is told."""
+        acting = None if self.met is None else self.met.acting(stack.names, stack.outer.shape[2], stack.outer.device)
+        return stack.outer if acting is None else stack.outer * acting
 
     def _scale(self, records: list[QueryKey], shares: list[float]) -> float:
         """Brings a token's gradient to about one: on its way it may be in fp16, where 1e-7 is nothing."""

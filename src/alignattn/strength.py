@@ -6,6 +6,7 @@ from torch import Tensor
 from alignattn import balance
 from alignattn.balance import Balance, Weight
 from alignattn.config import AlignmentConfig
+from alignattn.distances import Distances
 from alignattn.health import Health
 from alignattn.weights import Auto
 
@@ -20,6 +21,7 @@ class Strength:
         # Compiled code reads a scheduled weight from here: a number would be compiled for anew at each change.
         self._traced_weight = torch.zeros((), dtype=torch.float32, device="cpu")
         self.balance = Balance(config.weight.share if isinstance(config.weight, Auto) else None, config.first_weight)
+        self.distances = Distances()
         self.health = Health(chooses=self.balance.target is not None)
         self.looks = False  # at gradients and health, in the update under way
         self.gathers = False  # where queries and keys are; compiled code always does, not knowing the clock
@@ -63,7 +65,7 @@ class Strength:
         if self.looks:
             share = self.balance.settle(self.weight(), self.closed, device=device)
             self.health.chooses = self.balance.target is not None and not self.balance.is_blind
-            figures = self.health.settle(share, told)
+            figures = self.health.settle(share, self.distances.settle(), told)
         self.looks = False
         self.set_clock(self.steps)
         return figures

@@ -30,11 +30,11 @@ class Ramp:
 class Auto:
     """A weight that begins with alignment's gradient at a share of the task's, and then only falls: `weight="auto"`."""
 
-    share: float = 0.1
+    share: float = 0.2
 
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0 < self.share < math.inf:
-            raise ConfigError(f"Auto's share must be a number > 0, got {self.share!r}. The default is 0.1.")
+            raise ConfigError(f"Auto's share must be a number > 0, got {self.share!r}. The default is 0.2.")
 
     def __str__(self) -> str:
         """As a recipe or a command has it."""
@@ -49,7 +49,7 @@ def read_weight(text: str) -> float | Auto:
     try:
         number = float(share if word == "auto" else text)
     except ValueError as error:
-        raise ConfigError(f"A weight is a number, auto, or auto:0.1 with the share; got {text!r}.") from error
+        raise ConfigError(f"A weight is a number, auto, or auto:0.2 with the share; got {text!r}.") from error
     return Auto(number) if word == "auto" else check_weight(number)
 
 

@@ -1,0 +1,86 @@
+"""How far apart the queries and keys of each head are while it trains, and which heads are left alone for it.
+
+Looked at in the updates in which gradients are (balance.py), on a few samples: the unbiased squared MMD, with the mean
+squared distance for a bandwidth, which costs nothing. A head whose estimate, smoothed over looks, is below zero has
+queries and keys that cannot be told apart. To push it on makes each query its own key, and the task was seen to suffer:
+with `until_met` it gets no gradient until they can be told apart again. (Departure: the paper pushes all heads always.)
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from alignattn.matching.discrepancy import mmd
+
+SAMPLES = 4  # of a batch
+MEMORY = 0.5  # of a head's distance, from one look to the next
+
+
+class Seen(NamedTuple):
+    """One look: means over heads, layers and samples."""
+
+    mmd: Tensor
+    tokens: Tensor  # of a sample
+
+
+class Distances:
+    """Of every layer, by name; each process its own."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, list[Tensor]] = {}  # [heads] each, of the update under way
+        self._tokens: list[Tensor] = []
+        self._smoothed: dict[str, Tensor] = {}  # [heads]
+        self._factors: dict[tuple[str, ...], Tensor] = {}  # until the next look
+
+    @torch.no_grad()
+    def watch(
+        self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> None:
+        """Measure a few samples of each layer, [l, b, h, tokens, d]."""
+        some = [t[:, :SAMPLES].flatten(0, 1).float() for t in (query, key)]
+        masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
+        found = mmd(some[0], some[1], bandwidth="mean", query_mask=masks[0], key_mask=masks[1])
+        for name, of_layer in zip(names, found.unflatten(0, (len(names), -1)).mean(1).unbind(), strict=True):
+            self._now.setdefault(name, []).append(of_layer)
+        everything = torch.ones(some[0].shape[0], some[0].shape[2], device=query.device)
+        self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
+
+    @torch.no_grad()
+    def settle(self) -> Seen | None:
+        """The look is over; None where nothing was seen."""
+        now, tokens = self._now, self._tokens
+        self._now, self._tokens, self._factors = {}, [], {}
+        if not now:
+            return None
+        device = tokens[0].device
+        means = {name: torch.stack([part.to(device) for part in parts]).mean(0) for name, parts in now.items()}
+        for name, mean in means.items():
+            before = self._smoothed.get(name)
+            if before is not None and before.shape == mean.shape:
+                mean = MEMORY * before.to(device) + (1 - MEMORY) * mean
+            self._smoothed[name] = mean
+        whole = torch.cat([mean.reshape(-1) for mean in means.values()]).mean()
+        return Seen(whole, torch.stack([count.to(device) for count in tokens]).mean())
+
+    def acting(self, names: list[str], heads: int, device: torch.device) -> Float[Tensor, "l 1 h"] | None:
+        """One for every head that still acts, zero for those that have met; None: nothing is known yet."""
+        if not self._smoothed:
+            return None
+        key = tuple(names)
+        if key not in self._factors or self._factors[key].device != device:
+            known = [self._smoothed.get(name) for name in names]
+            nothing = torch.zeros(heads, device=device)
+            rows = [nothing if row is None or len(row) != heads else row.to(device) for row in known]
+            self._factors[key] = (~(torch.stack(rows) < 0)).float()[:, None]
+        return self._factors[key]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was learnt of each head, by its layer's name."""
+        return dict(self._smoothed)
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Continue from what state_dict() gave."""
+        self._smoothed, self._factors = dict(saved), {}

@@ -257,7 +257,7 @@ def test_schedule_sets_the_weight_of_each_step(encoder):
 def test_summary_names_layers_and_counts_heads(bert):
     alignment = alignattn.align(bert, "gan", layers=[0, -1])
     text = alignment.summary()
-    assert "gan" in text and "weight auto (share 0.1) (mean over heads and layers)" in text
+    assert "gan" in text and "weight auto (share 0.2) (mean over heads and layers)" in text
     assert "2 attention modules, 8 heads" in text
     assert "bert.encoder.layer.0.attention.self" in text and "layer.1." not in text
     assert "not attached" in alignattn.Alignment("ot").summary()

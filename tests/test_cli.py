@@ -81,7 +81,7 @@ def test_weights_and_seeds_reach_the_runs(tmp_path, capsys):
     command = tiny(tmp_path, "--weights", "0.5,auto", "--seeds", "3-4", "--methods", "mmd", "--dry-run")
     assert cli.main(command) == 0
     out = capsys.readouterr().out
-    for run in ("mmd 0.5, seed 3", "mmd auto:0.1, seed 3", "mmd 0.5, seed 4", "mmd auto:0.1, seed 4"):
+    for run in ("mmd 0.5, seed 3", "mmd auto:0.2, seed 3", "mmd 0.5, seed 4", "mmd auto:0.2, seed 4"):
         assert run in out
     assert "4 runs" in out and "2 steps a run" in out and "0 of 4 runs are finished" in out
     assert "steps = 2" in out and "[train]" in out

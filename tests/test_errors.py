@@ -37,7 +37,7 @@ from alignattn.errors import (
         ({"weight": -0.1}, "weight must be a finite number >= 0"),
         ({"weight": math.nan}, "weight must be a finite number >= 0"),
         ({"weight": math.inf}, "weight must be a finite number >= 0"),
-        ({"weight": "much"}, "A weight is a number, auto, or auto:0.1"),
+        ({"weight": "much"}, "A weight is a number, auto, or auto:0.2"),
         ({"reduction": "median"}, "Unknown reduction 'median'.*mean, sum"),
         ({"generator": "head"}, "Unknown generator 'head'.*model, projections"),
         ({"adversary_optimizer": "sgd"}, "Unknown adversary_optimizer"),

@@ -414,7 +414,7 @@ def test_presets_are_what_the_documentation_says():
     from alignattn.config import METHODS, PRESETS
 
     assert [PRESETS[preset]["all"]["weight"] for preset in ("paper", "released")] == [0.01, 0.01]
-    assert all(str(PRESETS["stable"][method]["weight"]) == "auto:0.1" for method in METHODS)
+    assert all(str(PRESETS["stable"][method]["weight"]) == "auto:0.2" for method in METHODS)
     first = {method: PRESETS["stable"][method]["first_weight"] for method in METHODS}
     assert first == {"gan": 0.1, "ot": 0.3, "ct": 0.15, "mmd": 0.3}
     assert [PRESETS[p]["all"]["reduction"] for p in ("paper", "released", "stable")] == ["sum", "mean", "mean"]

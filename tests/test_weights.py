@@ -10,7 +10,7 @@ from alignattn.weights import read_weight, write_weight
 
 @pytest.mark.parametrize(
     ("text", "weight"),
-    [("0.1", 0.1), ("1e-3", 0.001), ("auto", alignattn.Auto(0.1)), ("auto:0.03", alignattn.Auto(0.03))],
+    [("0.1", 0.1), ("1e-3", 0.001), ("auto", alignattn.Auto(0.2)), ("auto:0.03", alignattn.Auto(0.03))],
 )
 def test_a_weight_is_read_as_it_is_meant(text, weight):
     assert read_weight(text) == weight

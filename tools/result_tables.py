@@ -14,6 +14,7 @@ from typing import Any
 from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
 from alignattn.experiments.frontier import frontier, series
+from alignattn.experiments.recipe import load
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import LEGEND, MARKS, differences, notes, piped, summary
 from alignattn.plots import save
@@ -50,6 +51,13 @@ are written in coordinates in which their means and covariances agree, which cha
 Runs with settings that were given up since are in [earlier-results.md](earlier-results.md).
 """
 
+TARGET = """## The target, and what was reached
+
+Asked for was, at the default settings and over five paired seeds: MMD² 15 times smaller than with soft attention,
+accuracy and ECE in domain and out of it no worse than one standard error, and a significant gain in one of them. Each
+row below has several such figures, and one in six falls short by chance where nothing differs.
+Significant is a paired t-test at 5 %, not adjusted for the number of figures.
+"""
 
 ABANDONED = """# Earlier results
 
@@ -73,10 +81,10 @@ def picture(comparison: Comparison) -> Path:
 
 
 def current() -> list[Result]:
-    """What was run with today's settings, or with others on purpose."""
-    return read_all(
-        [folder for folder in sorted(RESULTS.iterdir()) if folder.name not in ("earlier", "plans", "probes")]
-    )
+    """What was run with today's settings, or with others on purpose; shown is what today's recipes report."""
+    folders = [folder for folder in sorted(RESULTS.iterdir()) if folder.name not in ("earlier", "plans", "probes")]
+    reports = {folder.name: load(folder.name).report for folder in folders}
+    return [replace(r, recipe={**r.recipe, "report": reports[r.name]}) for r in read_all(folders)]
 
 
 def earlier(name: str) -> list[Result]:
@@ -89,7 +97,8 @@ def earlier(name: str) -> list[Result]:
 
 def page(comparisons: list[Comparison], results: list[Result]) -> str:
     """docs/results.md."""
-    return "\n".join([INTRODUCTION, *sections(comparisons, results, drawn=True)]).rstrip() + "\n"
+    held = target(compare(at_defaults(results)))
+    return "\n".join([INTRODUCTION, TARGET, held, "", *sections(comparisons, results, drawn=True)]).rstrip() + "\n"
 
 
 def earlier_page() -> str:
@@ -157,18 +166,21 @@ def block(comparisons: list[Comparison]) -> str:
 
 def target(comparisons: list[Comparison]) -> str:
     """What was asked of the defaults on text, held against what was measured."""
-    rows = [["recipe", "attention", "MMD² smaller", "rebased", "worse beyond one standard error", "significantly better"]]
+    kinds = {"mmd": "MMD² smaller", "mmd_rebased": "both rebased", "mmd_unit": "by the unit kernel"}
+    judgement = ["worse beyond one standard error", "significantly better"]
+    rows = [["recipe", "attention", "seeds", *kinds.values(), *judgement]]
     for comparison in comparisons:
         soft = next(row for row in comparison.rows if row.method == SOFT)
         for row in comparison.rows:
             if row.method == SOFT or not comparison.name.startswith("minilm"):
                 continue
             judged = {n: row.cells[n] for n in comparison.metrics if "mmd" not in n and n in row.cells}
-            times = [_times(soft.cells["mmd"].mean, row.cells[name].mean) for name in ("mmd", "mmd_rebased")]
+            times = [_times(soft.cells[name].mean, row.cells[name].mean) for name in kinds]
             worse = [_change(n, c) for n, c in judged.items() if _harm(n, c) > 1]
             better = [_change(n, c) for n, c in judged.items() if c.difference and c.difference.verdict == "better"]
             listed = ["; ".join(names) or "–" for names in (worse, better)]
-            rows.append([f"`{comparison.name.partition(' ')[0]}`", row.label, *times, *listed])
+            label = f"`{comparison.name.partition(' ')[0]}`"
+            rows.append([label, row.label, str(len(row.seeds)), *times, *listed])
     return piped(rows)
 
 
@@ -189,13 +201,14 @@ def _harm(name: str, cell: Cell) -> float:
 def _change(name: str, cell: Cell) -> str:
     assert cell.difference is not None
     digits = metric(name).digits
-    return f"{metric(name).label} {cell.difference.mean:+.{digits}f} ± {cell.difference.error:.{digits}f}"
+    mean = f"{cell.difference.mean:+.{digits}f}".replace("-", "−")
+    return f"{metric(name).label} {mean} ± {cell.difference.error:.{digits}f}"
 
 
 def _short(cell: Cell | None, digits: int) -> str:
     if cell is None or math.isnan(cell.mean):
         return "–"
-    return f"{cell.mean:.{digits}f}" + (MARKS.get(cell.difference.verdict, "") if cell.difference else "")
+    return f"{cell.mean:.{digits}f}".replace("-", "−") + (MARKS.get(cell.difference.verdict, "") if cell.difference else "")
 
 
 def _origin(results: list[Result]) -> str:

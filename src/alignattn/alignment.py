@@ -447,7 +447,7 @@ def align(
     """Let `model` train with aligned queries and keys, in place; returns the Alignment.
 
     `method` is "gan", "ot", "ct" or "mmd", or a Matcher; `weight` a number, a function of the step, or "auto", which
-    begins with alignment's gradient at a tenth of the task's (`Auto(share)`: at another share) and then only falls;
+    begins with alignment's gradient at a fifth of the task's (`Auto(share)`: at another share) and then only falls;
     `preset` "stable", "paper" or "released". `layers` chooses attention modules by index, name or pattern. Other
     options are those of AlignmentConfig and of the method's config, e.g. generator="projections", reduction="sum",
     epsilon=0.05.

@@ -19,7 +19,7 @@ METHODS: Mapping[str, tuple[type[Matcher], type[MatcherConfig]]] = {
     "ct": (ConditionalMatcher, ConditionalConfig),
     "mmd": (DiscrepancyMatcher, DiscrepancyConfig),
 }
-DEFAULT_METHOD = "ct"
+DEFAULT_METHOD = "ot"
 
 # `all` is meant for every method. The defaults of the config classes are the paper's reading.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

@@ -6,6 +6,7 @@ of those outputs: they reach the projections' parameters and stop there.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,49 +24,71 @@ COMPILED = (
 )
 
 
+@dataclass(frozen=True)
+class Slice:
+    """A gradient that is one of many, computed together: on its way it costs nothing of its own."""
+
+    whole: Tensor
+    at: int
+
+    def alone(self) -> Tensor:
+        """The gradient itself."""
+        return self.whole[self.at]
+
+
 class Delivery:
     """Gathers targets and what they are to be handed; `term` is a number whose backward does so."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value.detach()
-        self.targets: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        self.factors: list[Weight] = []
+        self._handed: list[tuple[Tensor, Slice, Weight]] = []
         # What looks at gradients, and wants the factor that the whole loss got.
         self.told: list[Callable[[Tensor], None]] = []
 
-    def to(self, target: Tensor, gradient: Tensor, factor: Weight) -> None:
-        """`target` is to get `factor` times the gradient."""
-        self.targets.append(target)
-        self.gradients.append(gradient)
-        self.factors.append(factor)
+    def to(self, target: Tensor, gradient: Tensor | Slice, factor: Weight) -> None:
+        """`target` is to get `factor` times the gradient. Factors that are one object are multiplied with once."""
+        one = gradient if isinstance(gradient, Slice) else Slice(gradient[None], 0)
+        self._handed.append((target, one, factor))
 
     def to_tokens(
         self,
         record: QueryKey,
-        of_query: Tensor | None,
-        of_key: Tensor | None,
+        of_query: Slice | None,
+        of_key: Slice | None,
         weight: Weight,
+        *,
         scale: float,
+        factor: Weight,
         generator: str,
         balance: Balance | None,
     ) -> None:
-        """Queries and keys, or their projections, are to get their gradients, which are `scale` times too large."""
+        """Queries and keys, or their projections, are to get `factor` times their gradients: weight over `scale`."""
         sides = ((record.query, record.query_source, of_query), (record.key, record.key_source, of_key))
-        known = [(tokens, gradient) for tokens, _, gradient in sides if gradient is not None]
         through = generator == "model"
-        for target, taken in known if through else _taken_back(record, known):
-            self.to(target, taken, weight / scale)
+        known = [(tokens, gradient) for tokens, _, gradient in sides if gradient is not None]
+        if through:
+            for target, taken in known:
+                self.to(target, taken, factor)
+        else:
+            for target, back in _taken_back(record, [(tokens, gradient.alone()) for tokens, gradient in known]):
+                self.to(target, back, factor)
         if balance is None:
             return
         for tokens, source, gradient in sides:  # from here on: the way back, above, calls hooks too
             if gradient is not None:
-                tell = balance.watch(tokens, source, gradient, weight, scale=scale, through=through)
+                tell = balance.watch(tokens, source, gradient.alone(), weight, scale=scale, through=through)
                 self.told += [] if tell is None else [tell]
 
     def term(self) -> Tensor:
         """The value, whose backward hands out the gradients."""
-        term: Tensor = _Deliver.apply(self.value, self.gradients, self.factors, self.told, *self.targets)
+        wholes: dict[int, tuple[Tensor, Weight]] = {}
+        for _, one, factor in self._handed:
+            wholes.setdefault(id(one.whole), (one.whole, factor))
+        order = list(wholes)
+        places = [(order.index(id(one.whole)), one.at) for _, one, _ in self._handed]
+        targets = [target for target, _, _ in self._handed]
+        gradients, factors = [w for w, _ in wholes.values()], [f for _, f in wholes.values()]
+        term: Tensor = _Deliver.apply(self.value, gradients, factors, places, self.told, *targets)
         return term
 
 
@@ -100,13 +123,14 @@ class _Deliver(torch.autograd.Function):
     def forward(
         ctx: Any,
         value: Tensor,
-        gradients: list[Tensor],
-        factors: list[Weight],
+        wholes: list[Tensor],
+        factors: list[Weight],  # of each whole
+        places: list[tuple[int, int]],  # of each target: which whole, and where in it
         told: list[Callable[[Tensor], None]],
         *targets: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(*gradients)  # freed by the backward, however long the loss is kept
-        ctx.factors, ctx.told = factors, told
+        ctx.save_for_backward(*wholes)  # freed by the backward, however long the loss is kept
+        ctx.factors, ctx.places, ctx.told = factors, places, told
         return value.clone()
 
     @staticmethod
@@ -115,11 +139,12 @@ class _Deliver(torch.autograd.Function):
         for tell in ctx.told:
             tell(outer[0])
         ctx.told = []
-        handed = (
-            (at_least_single(g) * (outer[0] * f).to(g.device)).to(g.dtype)
-            for g, f in zip(ctx.saved_tensors, ctx.factors, strict=True)
-        )
-        return None, None, None, None, *handed
+        products = {id(factor): outer[0] * factor for factor in ctx.factors}
+        scaled = [
+            (at_least_single(whole) * products[id(factor)].to(whole.device)).to(whole.dtype)
+            for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True)
+        ]
+        return None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
 
 
 class _ScaleGradient(torch.autograd.Function):

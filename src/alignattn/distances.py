@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from alignattn.matching.discrepancy import mmd
+from alignattn.processes import several
 
 SAMPLES = 4  # of a batch
 MEMORY = 0.5  # of a head's distance, from one look to the next
@@ -27,13 +30,14 @@ class Seen(NamedTuple):
 
 
 class Distances:
-    """Of every layer, by name; each process its own."""
+    """Of every layer, by name; the same in all processes."""
 
     def __init__(self) -> None:
         self._now: dict[str, list[Tensor]] = {}  # [heads] each, of the update under way
         self._tokens: list[Tensor] = []
         self._smoothed: dict[str, Tensor] = {}  # [heads]
         self._factors: dict[tuple[str, ...], Tensor] = {}  # until the next look
+        self._heads: dict[str, int] = {}  # of the layers that some process saw in its first look
 
     @torch.no_grad()
     def watch(
@@ -49,21 +53,46 @@ class Distances:
         self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
 
     @torch.no_grad()
-    def settle(self) -> Seen | None:
-        """The look is over; None where nothing was seen."""
+    def settle(self, device: torch.device | None = None) -> Seen | None:
+        """The look is over; None where nothing was seen. Every process must call this together."""
         now, tokens = self._now, self._tokens
         self._now, self._tokens, self._factors = {}, [], {}
         if not now:
+            self._over_processes({}, device)
             return None
         device = tokens[0].device
         means = {name: torch.stack([part.to(device) for part in parts]).mean(0) for name, parts in now.items()}
-        for name, mean in means.items():
+        for name, mean in self._over_processes(means, device).items():
             before = self._smoothed.get(name)
             if before is not None and before.shape == mean.shape:
-                mean = MEMORY * before.to(device) + (1 - MEMORY) * mean
+                before = before.to(device)
+                both = torch.where(before.isfinite(), MEMORY * before + (1 - MEMORY) * mean, mean)
+                mean = torch.where(mean.isfinite(), both, before)
             self._smoothed[name] = mean
         whole = torch.cat([mean.reshape(-1) for mean in means.values()]).mean()
         return Seen(whole, torch.stack([count.to(device) for count in tokens]).mean())
+
+    def _over_processes(self, means: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """Means over the processes that saw a layer, NaN if none did. What came later stays one's own."""
+        if not several():
+            return means
+        if not self._heads:
+            told: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(told, {name: len(mean) for name, mean in means.items()})
+            self._heads = {name: heads for one in told for name, heads in one.items()}
+        if not self._heads:
+            return means
+        rows = []
+        for name, heads in self._heads.items():
+            mean = means.get(name)
+            if mean is None or len(mean) != heads:
+                rows.append(torch.zeros(heads + 1, device=device))
+            else:
+                rows.append(F.pad(mean, (0, 1), value=1.0))  # behind it how many processes it is of
+        flat = torch.cat(rows)
+        dist.all_reduce(flat)
+        parts = flat.split([len(row) for row in rows])
+        return means | {name: part[:-1] / part[-1] for name, part in zip(self._heads, parts, strict=True)}
 
     def acting(self, names: list[str], heads: int, device: torch.device) -> Float[Tensor, "l 1 h"] | None:
         """One for every head that still acts, zero for those that have met; None: nothing is known yet."""

@@ -60,8 +60,8 @@ class _Matched:
     """What matching made of a record: its part of the total, and the gradients of its queries and keys."""
 
     value: Tensor
-    of_query: Tensor | None
-    of_key: Tensor | None
+    of_query: delivery.Slice | None
+    of_key: delivery.Slice | None
 
 
 class Objective:
@@ -122,18 +122,21 @@ class Objective:
             )
             weighed = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
             for at, place in enumerate(stack.places):
-                of_row = tuple(None if whole is None else whole[at] for whole in (found.query, found.key))
+                of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.query, found.key))
                 matched[place] = _Matched(weighed[at], *_through_unpacking(leaves[place], rows[place], of_row))
             of_networks = [added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
         values = [matched[place].value for place in range(len(records))]
         handed = delivery.Delivery(weight * _sum(values))
+        factor = weight / scale
         for place, record in enumerate(records if acts else ()):
             own = matched[place].of_query, matched[place].of_key
-            handed.to_tokens(record, *own, weight, scale, self.config.generator, balance)
-        of_weight = weight if self.weighs_networks else 1.0
+            handed.to_tokens(
+                record, *own, weight, scale=scale, factor=factor, generator=self.config.generator, balance=balance
+            )
+        of_networks_factor = factor if self.weighs_networks else 1.0 / scale
         for parameter, gradient in zip(self.matcher.parameters(), of_networks, strict=True):
             if gradient is not None:
-                handed.to(parameter, gradient, of_weight / scale)
+                handed.to(parameter, gradient, of_networks_factor)
         return handed.term(), _parts(rows, values, shares)
 
     def _acting(self, stack: _Stack) -> Tensor:
@@ -231,7 +234,7 @@ def _parts(records: list[QueryKey], values: list[Tensor], shares: list[float]) -
         if record.sample_weight is not None:  # a part tells of this batch, whatever its share in the update is
             value = value / record.sample_weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
         parts[f"{record.name}#{record.call}" if record.call else record.name].append(value)
-    return {label: torch.stack(values).mean() for label, values in parts.items()}
+    return {label: torch.stack(some).mean() if len(some) > 1 else some[0] for label, some in parts.items()}
 
 
 def is_nothing(weight: Weight) -> bool:
@@ -246,13 +249,14 @@ def _leaf(record: QueryKey, *, wanted: bool) -> QueryKey:
 
 
 def _through_unpacking(
-    leaf: QueryKey, row: QueryKey, gradients: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+    leaf: QueryKey, row: QueryKey, gradients: tuple[delivery.Slice | None, ...]
+) -> tuple[delivery.Slice | None, delivery.Slice | None]:
     """Gradients of documents as gradients of the rows they were packed in."""
-    taken: list[Tensor | None] = []
+    taken: list[delivery.Slice | None] = []
     for before, behind, gradient in zip((leaf.query, leaf.key), (row.query, row.key), gradients, strict=True):
         if gradient is not None and behind is not before and behind.requires_grad:
-            (gradient,) = torch.autograd.grad(behind, before, gradient)
+            (through,) = torch.autograd.grad(behind, before, gradient.alone())
+            gradient = delivery.Slice(through[None], 0)
         taken.append(gradient if before.requires_grad else None)
     return taken[0], taken[1]
 

@@ -65,7 +65,7 @@ class Strength:
         if self.looks:
             share = self.balance.settle(self.weight(), self.closed, device=device)
             self.health.chooses = self.balance.target is not None and not self.balance.is_blind
-            figures = self.health.settle(share, self.distances.settle(), told)
+            figures = self.health.settle(share, self.distances.settle(device), told)
         self.looks = False
         self.set_clock(self.steps)
         return figures

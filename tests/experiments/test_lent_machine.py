@@ -25,7 +25,7 @@ def test_a_sweep_does_what_its_plan_says_and_keeps_it(tmp_path):
     assert ran.returncode == 0 and "4 runs, 2 at once" in ran.stdout, ran.stderr
     found = read_all([tmp_path / "kept"])
     assert sorted(map(str, map(key, found))) == sorted(
-        str((method, weight, seed)) for method, weight in (("soft", None), ("mmd", "auto:0.1")) for seed in (0, 1)
+        str((method, weight, seed)) for method, weight in (("soft", None), ("mmd", "auto:0.2")) for seed in (0, 1)
     )
     with tarfile.open(tmp_path / "k.tgz") as tar:
         assert sum(name.endswith(".json") for name in tar.getnames()) == 4

@@ -135,11 +135,11 @@ def test_a_weight_that_is_chosen_while_training_is_told_with_what_it_came_to(enc
     one = replace(one, train=replace(one.train, steps=30), align=replace(one.align, **weights))
     plan = sweep(one, Place(glue_folder, "cpu", 1), tmp_path / "out")
     fixed, less, more = carry_out(plan, quiet=True).finished
-    assert [r.weight for r in (fixed, less, more)] == [0.5, "auto:0.1", "auto:0.4"]
-    assert less.alignment["weight"] == {"share": 0.1} and fixed.alignment["weight"] == 0.5
+    assert [r.weight for r in (fixed, less, more)] == [0.5, "auto:0.2", "auto:0.4"]
+    assert less.alignment["weight"] == {"share": 0.2} and fixed.alignment["weight"] == 0.5
     names = [plan.file(run).name for run in plan.recipe.runs()]
-    assert [name.rpartition("-")[0] for name in names] == ["mmd-0.5-seed0", "mmd-auto-0.1-seed0", "mmd-auto-0.4-seed0"]
-    assert plan.recipe.runs()[1].label.endswith("mmd auto:0.1, seed 0")
+    assert [name.rpartition("-")[0] for name in names] == ["mmd-0.5-seed0", "mmd-auto-0.2-seed0", "mmd-auto-0.4-seed0"]
+    assert plan.recipe.runs()[1].label.endswith("mmd auto:0.2, seed 0")
     assert not plan.parted()[1]  # found again under these names
     chosen = [r.details["figures"]["alignment_weight"] for r in (fixed, less, more)]
     assert set(chosen[0]) == {0.5} and len(chosen[0]) == len(fixed.details["curve"])
@@ -147,7 +147,7 @@ def test_a_weight_that_is_chosen_while_training_is_told_with_what_it_came_to(enc
     # Both saw the same first update: the weights are as the shares.
     assert chosen[2][1] == pytest.approx(4 * chosen[1][1], rel=1e-4) and chosen[1][1] > 0
     labels = [row.label for row in compare([more, fixed, less])[0].rows]
-    assert labels == ["mmd 0.5", "mmd auto:0.1", "mmd auto:0.4"]
+    assert labels == ["mmd 0.5", "mmd auto:0.2", "mmd auto:0.4"]
 
 
 def test_an_estimate_leaves_nothing_behind(encoder_folder, glue_folder, tmp_path):

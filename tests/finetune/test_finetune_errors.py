@@ -64,7 +64,7 @@ NUMBERS = "text,score\ngood film,4.5\nbad film,1.5\n"
         (NUMBERS, "text,score\na,high\n", [], "eval.csv, line 2, has 'high' in the label column 'score'"),
         (GOOD, GOOD, ["--weight", "1"], "--weight is the weight of alignment, and the method is none."),
         (GOOD, GOOD, ["--method", "mmd", "--weight", "-1"], "weight must be a finite number >= 0"),
-        (GOOD, GOOD, ["--method", "mmd", "--weight", "much"], "A weight is a number, auto, or auto:0.1 with the share"),
+        (GOOD, GOOD, ["--method", "mmd", "--weight", "much"], "A weight is a number, auto, or auto:0.2 with the share"),
         (GOOD, GOOD, ["--batch-size", "0"], "--batch-size must be > 0, got 0."),
         (GOOD, GOOD, ["--max-length", "9999"], "--max-length is 9999, and"),
         (GOOD, GOOD, ["--precision", "fp16"], "--precision fp16 needs an accelerator."),

@@ -254,7 +254,14 @@ def _options(result: Result) -> dict[str, Any]:
     told = ["method", "preset", "weight", *([] if str(result.weight).startswith("auto") else ["first_weight"])]
     flat = {name: value for name, value in alignment.items() if name not in told}
     beside = result.recipe.get("align") or {}  # what a recipe does around `align`
-    return {**flat, **matcher, "ramp": float(beside.get("ramp", 0.0)), "rebase": bool(beside.get("rebase", False))}
+    unset = {"until_met": False, "max_tokens": None, "every": 1}  # do nothing, and leave no trace in a file
+    return {
+        **unset,
+        **flat,
+        **matcher,
+        "ramp": float(beside.get("ramp", 0.0)),
+        "rebase": bool(beside.get("rebase", False)),
+    }
 
 
 def _apart(own: Mapping[str, Any], others: list[dict[str, Any]]) -> list[str]:

@@ -208,7 +208,8 @@ def _change(name: str, cell: Cell) -> str:
 def _short(cell: Cell | None, digits: int) -> str:
     if cell is None or math.isnan(cell.mean):
         return "–"
-    return f"{cell.mean:.{digits}f}".replace("-", "−") + (MARKS.get(cell.difference.verdict, "") if cell.difference else "")
+    mark = MARKS.get(cell.difference.verdict, "") if cell.difference else ""
+    return f"{cell.mean:.{digits}f}".replace("-", "−") + mark
 
 
 def _origin(results: list[Result]) -> str:

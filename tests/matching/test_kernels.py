@@ -127,7 +127,8 @@ def sides(b, n, m, d, *, masked):
 @pytest.mark.parametrize(("n", "m", "d"), [(1, 1, 8), (2, 2, 8), (5, 7, 16), (33, 33, 24), (70, 20, 64), (18, 18, 128)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("without_own", [False, True])
-def test_mmd_is_as_precise_as_plain_torch_in_single_precision(n, m, d, masked, without_own, monkeypatch):
+@pytest.mark.parametrize("bandwidth", ["mean", 3.0])
+def test_mmd_is_as_precise_as_plain_torch_in_single_precision(n, m, d, masked, without_own, bandwidth, monkeypatch):
     from alignattn.functional import mmd
     from alignattn.matching import kernels
 
@@ -136,7 +137,7 @@ def test_mmd_is_as_precise_as_plain_torch_in_single_precision(n, m, d, masked, w
     def found(dtype):
         leaves = [t.detach().to(DEVICE, dtype).requires_grad_() for t in (query, key)]
         given = [None if mask is None else mask.to(DEVICE) for mask in masks]
-        options = {"bandwidth": "mean", "without_own": without_own, "unbiased": n > 1}
+        options = {"bandwidth": bandwidth, "without_own": without_own, "unbiased": n > 1}
         values = mmd(*leaves, query_mask=given[0], key_mask=given[1], **options)
         values.sum().backward()
         return [t.detach().double().cpu() for t in (values, leaves[0].grad, leaves[1].grad)]
@@ -160,11 +161,85 @@ def test_mmd_is_the_same_each_time_and_without_gradients():
     again = []
     for _ in range(2):
         leaf = query.clone().requires_grad_()
-        value = mmd(leaf, key, without_own=True)
+        value = mmd(leaf, key, bandwidth="mean", without_own=True)
         value.sum().backward()
         again.append((value.detach(), leaf.grad))
     assert torch.equal(again[0][0], again[1][0]) and torch.equal(again[0][1], again[1][1])
-    torch.testing.assert_close(mmd(query, key, without_own=True), again[0][0])
+    torch.testing.assert_close(mmd(query, key, bandwidth="mean", without_own=True), again[0][0])
+
+
+@inside
+def test_mmd_of_the_largest_numbers_of_one_point_and_of_nothing():
+    from alignattn.functional import mmd
+
+    query, key, _ = sides(2, 21, 21, 8, masked=False)
+    query, key = query.float().to(DEVICE), key.float().to(DEVICE)
+    expected = mmd(query, key, bandwidth="mean")
+    torch.testing.assert_close(mmd(query * 1e30, key * 1e30, bandwidth="mean"), expected, rtol=1e-4, atol=1e-5)
+    far = torch.full((8,), 1e4, device=DEVICE)
+    torch.testing.assert_close(mmd(query + far, key + far, bandwidth="mean"), expected, rtol=2e-2, atol=2e-3)
+    one = torch.ones_like(query)
+    torch.testing.assert_close(mmd(one, one, bandwidth="mean"), torch.zeros_like(expected))
+    nothing = torch.zeros(2, 21, dtype=torch.bool, device=DEVICE)
+    leaf = query.clone().requires_grad_()
+    value = mmd(leaf, key, bandwidth="mean", query_mask=nothing, key_mask=nothing)
+    value.sum().backward()
+    assert not value.any() and not leaf.grad.any()
+
+
+# One scale
+
+
+@inside
+@pytest.mark.parametrize(("n", "m", "d"), [(1, 1, 8), (5, 7, 16), (33, 33, 24), (70, 20, 64), (18, 130, 128)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaling_is_as_precise_as_plain_torch(n, m, d, masked, dtype, monkeypatch):
+    from alignattn.matching import kernels
+    from alignattn.matching.scale import standardise
+
+    query, key, masks = sides(2, n, m, d, masked=masked)
+    query, key = query.to(dtype).double(), key.to(dtype).double()
+    outer = [
+        torch.randn(t.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for t in (query, key)
+    ]
+
+    def found(dtype):
+        leaves = [t.detach().to(DEVICE, dtype).requires_grad_() for t in (query, key)]
+        given = [None if mask is None else mask.to(DEVICE) for mask in masks]
+        scaled = standardise(*leaves, *given)
+        torch.autograd.backward(scaled, [g.to(s) for g, s in zip(outer, scaled, strict=True)])
+        assert all(leaf.grad.dtype == dtype for leaf in leaves)
+        return [t.detach().double().cpu() for t in (*scaled, leaves[0].grad, leaves[1].grad)]
+
+    told = found(dtype)
+    served = []
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: bool(served.append(tensor)))
+    plain, exact = found(dtype), found(torch.float64)
+    assert served
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        times = 3 if INTERPRETED and dtype == torch.bfloat16 else 2  # the interpreter cuts bf16 off and does not round
+        assert off <= times * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+        assert torch.equal(one == 0, truth == 0) or n == m == 1  # padding
+
+
+@inside
+def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
+    from alignattn.matching.scale import standardise
+
+    huge = torch.randn(1, 2, 9, 8, device=DEVICE) * 1e30
+    for side in standardise(huge, huge.flip(2), None, None):
+        assert side.isfinite().all() and 0.9 < side.std() < 1.1
+    nothing = torch.zeros(1, 9, dtype=torch.bool, device=DEVICE)
+    for side in standardise(huge, huge, nothing, nothing):
+        assert not side.any()
+    padded = huge.clone()
+    padded[:, :, 5:] = float("nan")
+    mask = (torch.arange(9, device=DEVICE) < 5)[None]
+    whole, part = standardise(padded, padded, mask, mask)[0], standardise(huge[:, :, :5], huge[:, :, :5], None, None)[0]
+    assert not whole[:, :, 5:].any()
+    torch.testing.assert_close(whole[:, :, :5], part)
 
 
 # The networks' trunk

@@ -127,6 +127,12 @@ def _evaluate(
     without_own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
+    if typical != "median" and kernels.serve(query) and kernels.serve(key):
+        from alignattn.matching.kernels.discrepancy import discrepancy
+
+        inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), 0.5 / bandwidth**2)
+        how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
+        return discrepancy(query, key, query_mask, key_mask, inverse, **how)
     samples, heads = query.shape[:2]
     alive = samples_with_tokens(query_mask, key_mask)
     sides = []
@@ -157,8 +163,7 @@ def _evaluate(
             (-2.0, n * m - own),
         )
     ]
-    evaluate = _by_kernel if kernels.serve(x) else _by_matrices
-    totals, x_gradient, y_gradient = evaluate(_Sides(x, y, v, w, inverse), shares, without_own, with_gradient)
+    totals, x_gradient, y_gradient = _by_matrices(_Sides(x, y, v, w, inverse), shares, without_own, with_gradient)
     if unbiased:  # k(x, x) = 1 on the diagonal
         totals = (totals[0] - n, totals[1] - m, totals[2])
     losses = sum((total * share for total, share in zip(totals, shares, strict=True)), start=torch.zeros_like(inverse))
@@ -179,24 +184,6 @@ class _Sides(NamedTuple):
 
 
 Sums = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
-
-
-def _by_kernel(sides: _Sides, shares: list[Tensor], without_own: bool, with_gradient: bool) -> Sums:
-    """The three sums of kernels, and gradients of their weighted sum in x and in y."""
-    from alignattn.matching.kernels.discrepancy import sums
-
-    x, y, v, w, inverse = sides
-    found = []
-    for first, second, one, other, share in ((x, y, v, w, shares[0]), (y, x, w, v, shares[1])):
-        tokens = first, second, one, other, inverse
-        factors = 4 * inverse * share, 2 * inverse * shares[2]
-        found.append((*sums(*tokens, *factors, without_own=without_own, with_gradient=with_gradient), one))
-    totals = [(total * one).sum(-1) for within, across, _, one in found for total in (within, across)]
-    gradients = [
-        gradient.mul_(one[..., None]) if with_gradient else torch.zeros_like(side)
-        for (_, _, gradient, one), side in zip(found, (x, y), strict=True)
-    ]
-    return (totals[0], totals[2], totals[1]), gradients[0], gradients[1]
 
 
 def _by_matrices(sides: _Sides, shares: list[Tensor], without_own: bool, with_gradient: bool) -> Sums:

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alignattn.matching import kernels
 from alignattn.matching.tokens import upcast
 
 LEAST_VARIANCE = 1e-6  # a problem of one point stays where it is
@@ -41,6 +42,15 @@ class _Standardise(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        ctx.dtypes = query.dtype, key.dtype
+        ctx.by_kernel = kernels.serve(query, dtypes=kernels.SHORT) and kernels.serve(key, dtypes=kernels.SHORT)
+        if ctx.by_kernel:
+            from alignattn.matching.kernels import scale
+
+            ctx.masks = query_mask, key_mask
+            found = scale.forward(query, key, query_mask, key_mask, LEAST_VARIANCE)
+            ctx.save_for_backward(*found)
+            return found[0], found[1]
         hidden = [None if mask is None else ~mask[:, None, :, None] for mask in (query_mask, key_mask)]
         sides = [_copied(side, absent) for side, absent in zip((query, key), hidden, strict=True)]
         # In double precision squares of the largest numbers stay finite. Apple's accelerators have none.
@@ -60,12 +70,19 @@ class _Standardise(torch.autograd.Function):
             side *= inverse
         ctx.save_for_backward(*sides, inverse, count, *(mask for mask in hidden if mask is not None))
         ctx.masked = [mask is not None for mask in hidden]
-        ctx.dtypes = query.dtype, key.dtype
         return sides[0], sides[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.by_kernel:
+            from alignattn.matching.kernels import scale
+
+            query, key, inverse, counts = ctx.saved_tensors
+            of = gradients[0], gradients[1]
+            query_mask, key_mask = ctx.masks
+            handed = scale.backward(of, (query, key), query_mask, key_mask, inverse, counts, ctx.dtypes)
+            return *handed, None, None
         *sides, inverse, count = ctx.saved_tensors[:4]
         masks = iter(ctx.saved_tensors[4:])
         hidden = [next(masks) if masked else None for masked in ctx.masked]

@@ -10,6 +10,8 @@ import os
 import torch
 
 WIDEST = 128  # wider tokens do not fit the registers
+SINGLE = (torch.float32,)
+SHORT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -17,8 +19,8 @@ def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def serve(tensor: torch.Tensor, *, widest: int = WIDEST) -> bool:
-    """Whether kernels run for such tensors: in single precision on accelerators; on a CPU in the interpreter alone."""
-    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype != torch.float32 or tensor.shape[-1] > widest:
+def serve(tensor: torch.Tensor, *, widest: int = WIDEST, dtypes: tuple[torch.dtype, ...] = SINGLE) -> bool:
+    """Whether kernels run for such tensors: on accelerators, in single precision or as said; interpreted on a CPU."""
+    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype not in dtypes or tensor.shape[-1] > widest:
         return False
     return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _installed()

@@ -1,0 +1,134 @@
+"""Queries and keys of a problem on one scale, and the way back: one kernel each, where plain code passes over all
+tokens a dozen times.
+
+A program serves one problem: it adds up its tokens, then their squares about the mean, then writes. The second and
+third time it finds them in the cache. Sums are in double precision, as squares of the largest numbers must stay finite.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from alignattn.matching.kernels.tiles import TILE, as_bytes, read, spread, total, valid_rows, width_of, write
+
+
+@triton.jit
+def _scaled(
+    tokens, mask, out, mean, inverse, problem, sample, count, d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        valid = valid_rows(mask, sample, i, count, MASKED)
+        values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) * inverse
+        write(out, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
+
+
+@triton.jit
+def _forward(
+    query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d, least,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    sample = problem // heads
+    of_query, queries, _ = total(query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
+    of_key, keys, _ = total(key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    count = tl.maximum(queries + keys, 1.0)
+    mean = ((of_query + of_key) / count).to(tl.float32)
+    squares = spread(query, query_mask, mean, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
+    squares += spread(key, key_mask, mean, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    factor = (1.0 / tl.sqrt(squares / (count * d) + least)).to(tl.float32)
+    tl.store(inverse + problem, factor)
+    tl.store(counts + problem, count.to(tl.float32))
+    _scaled(query, query_mask, out_query, mean, factor, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
+    _scaled(key, key_mask, out_key, mean, factor, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+
+
+@triton.jit
+def _felt(
+    gradient, scaled, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    summed = tl.zeros([WIDTH], tl.float32)
+    products = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        valid = valid_rows(mask, sample, i, count, MASKED)
+        g = read(gradient, problem, i, valid, count, d, WIDTH)
+        summed += tl.sum(g, 0)
+        products += tl.sum(g * read(scaled, problem, i, valid, count, d, WIDTH), 0)
+    return summed, tl.sum(products, 0)
+
+
+@triton.jit
+def _handed(
+    gradient, scaled, mask, out, shared, factor, inverse, problem, sample, count, d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        valid = valid_rows(mask, sample, i, count, MASKED)
+        g = read(gradient, problem, i, valid, count, d, WIDTH)
+        values = (g - shared[None, :] - read(scaled, problem, i, valid, count, d, WIDTH) * factor) * inverse
+        write(out, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
+
+
+@triton.jit
+def _backward(
+    of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    sample = problem // heads
+    count = tl.load(counts + problem)
+    first, of_first = _felt(of_query, query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
+    second, of_second = _felt(of_key, key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    shared, factor = (first + second) / count, (of_first + of_second) / (count * d)
+    by = tl.load(inverse + problem)
+    _handed(
+        of_query, query, query_mask, out_query, shared, factor, by, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED
+    )
+    _handed(of_key, key, key_mask, out_key, shared, factor, by, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+
+
+def forward(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, least: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Standardised queries and keys [p, h, tokens, d] in single precision; 1/deviation and valid tokens, [p, h]."""
+    samples, heads = query.shape[:2]
+    scaled = [torch.empty(side.shape, dtype=torch.float32, device=side.device) for side in (query, key)]
+    inverse, counts = (torch.empty(samples, heads, dtype=torch.float32, device=query.device) for _ in range(2))
+    given = query.contiguous(), key.contiguous(), *as_bytes(query_mask, key_mask, query)
+    sizes = heads, query.shape[2], key.shape[2], query.shape[3]
+    _forward[(samples * heads,)](
+        *given, *scaled, inverse, counts, *sizes, least, **_shapes(query, query_mask, key_mask)
+    )
+    return scaled[0], scaled[1], inverse, counts
+
+
+def backward(
+    gradients: tuple[Tensor, Tensor],
+    scaled: tuple[Tensor, Tensor],
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    inverse: Tensor,
+    counts: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of what was standardised."""
+    query, key = scaled
+    samples, heads = query.shape[:2]
+    found = [torch.empty_like(side, dtype=dtype) for side, dtype in zip(scaled, dtypes, strict=True)]
+    given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
+    sizes = heads, query.shape[2], key.shape[2], query.shape[3]
+    _backward[(samples * heads,)](*given, *found, inverse, counts, *sizes, **_shapes(query, query_mask, key_mask))
+    return found[0], found[1]
+
+
+def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:
+    return {
+        "ROWS": TILE,
+        "WIDTH": width_of(query),
+        "QUERY_MASKED": query_mask is not None,
+        "KEY_MASKED": key_mask is not None,
+    }

@@ -1,0 +1,75 @@
+"""Tokens of one problem, some rows at a time, as the kernels read and write them. Padding is read as zeros."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 64
+
+
+@triton.jit
+def valid_rows(mask, sample, i, count, MASKED: tl.constexpr):
+    """Which of these rows are tokens."""
+    inside = i < count
+    if MASKED:
+        inside = inside & (tl.load(mask + sample * count + i, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def read(tokens, problem, i, valid, count, d, WIDTH: tl.constexpr):
+    """These rows of a problem, in single precision."""
+    e = tl.arange(0, WIDTH)
+    at = (problem * count + i[:, None]) * d + e[None, :]
+    return tl.load(tokens + at, mask=valid[:, None] & (e[None, :] < d), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write(tokens, values, problem, i, count, d, WIDTH: tl.constexpr):
+    """These rows of a problem, in the precision they have there."""
+    e = tl.arange(0, WIDTH)
+    at = (problem * count + i[:, None]) * d + e[None, :]
+    tl.store(tokens + at, values.to(tokens.dtype.element_ty), mask=(i[:, None] < count) & (e[None, :] < d))
+
+
+@triton.jit
+def total(tokens, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """The sum of all valid tokens, how many they are, and the largest entry."""
+    summed = tl.zeros([WIDTH], tl.float64)
+    many = tl.zeros([ROWS], tl.float64)
+    largest = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        valid = valid_rows(mask, sample, i, count, MASKED)
+        tile = read(tokens, problem, i, valid, count, d, WIDTH)
+        summed += tl.sum(tile.to(tl.float64), 0)
+        many += valid.to(tl.float64)
+        largest = tl.maximum(largest, tl.max(tl.abs(tile), 0))
+    return summed, tl.sum(many, 0), tl.max(largest, 0)
+
+
+@triton.jit
+def spread(
+    tokens, mask, mean, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
+):
+    """The sum of squares about the mean. In double precision those of the largest numbers stay finite."""
+    e = tl.arange(0, WIDTH)
+    summed = tl.zeros([WIDTH], tl.float64)
+    for start in range(0, count, ROWS):
+        i = start + tl.arange(0, ROWS)
+        valid = valid_rows(mask, sample, i, count, MASKED)
+        apart = read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]
+        apart = tl.where(valid[:, None] & (e[None, :] < d), apart, 0.0).to(tl.float64)
+        summed += tl.sum(apart * apart, 0)
+    return tl.sum(summed, 0)
+
+
+def as_bytes(query_mask: Tensor | None, key_mask: Tensor | None, instead: Tensor) -> list[Tensor]:
+    """Masks as kernels read them; any tensor where there is none, which is not read."""
+    return [instead if mask is None else mask.contiguous().view(torch.uint8) for mask in (query_mask, key_mask)]
+
+
+def width_of(tokens: Tensor) -> int:
+    """Of a tile: a power of two that products can be made of."""
+    return max(16, int(triton.next_power_of_2(tokens.shape[-1])))

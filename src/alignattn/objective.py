@@ -60,6 +60,7 @@ class _Matched:
     """What matching made of a record: its part of the total, and the gradients of its queries and keys."""
 
     value: Tensor
+    part: Tensor  # of the loss, whatever it counts in the total
     of_query: delivery.Slice | None
     of_key: delivery.Slice | None
 
@@ -121,9 +122,12 @@ class Objective:
                 of_key=wanted[1],
             )
             weighed = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
+            parts = _without_shares(weighed, [shares[place] for place in stack.places])
             for at, place in enumerate(stack.places):
                 of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.query, found.key))
-                matched[place] = _Matched(weighed[at], *_through_unpacking(leaves[place], rows[place], of_row))
+                matched[place] = _Matched(
+                    weighed[at], parts[at], *_through_unpacking(leaves[place], rows[place], of_row)
+                )
             of_networks = [added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
         values = [matched[place].value for place in range(len(records))]
         handed = delivery.Delivery(weight * _sum(values))
@@ -137,7 +141,7 @@ class Objective:
         for parameter, gradient in zip(self.matcher.parameters(), of_networks, strict=True):
             if gradient is not None:
                 handed.to(parameter, gradient, of_networks_factor)
-        return handed.term(), _parts(rows, values, shares)
+        return handed.term(), _parts(rows, [matched[place].part for place in range(len(records))])
 
     def _acting(self, stack: _Stack) -> Tensor:
         """What each problem counts in the gradient. Heads that are left alone still count in the loss that is told."""
@@ -170,7 +174,8 @@ class Objective:
             losses = self.matcher(stack.query, stack.key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]
-        total, parts = _sum(values), _parts(rows, [value.detach() for value in values], shares)
+        total = _sum(values)
+        parts = _parts(rows, [value.detach() / share for value, share in zip(values, shares, strict=True)])
         if self.weighs_networks:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
@@ -207,11 +212,12 @@ class Objective:
         over_heads = heads if self.config.reduction == "mean" else 1
         counts = [shares[place] / over_heads for place in places]
         if some[0].sample_weight is None:  # filled in on the device: to copy numbers there makes it wait
-            filled = [torch.full((1, 1, 1), count / samples, device=query.device) for count in counts]
+            alike = 1 if len(set(counts)) == 1 else len(counts)
+            filled = [torch.full((1, 1, 1), count / samples, device=query.device) for count in counts[:alike]]
         else:
             given = [r.sample_weight for r in some if r.sample_weight is not None]
             filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
-        outer = torch.cat(filled).expand(-1, samples, heads)
+        outer = (filled[0] if len(filled) == 1 else torch.cat(filled)).expand(len(some), samples, heads)
         masks = [_stack_masks([getattr(r, side) for r in some]) for side in ("query_mask", "key_mask")]
         return _Stack(places, query, key, masks[0], masks[1], [r.name for r in some], outer)
 
@@ -226,11 +232,17 @@ def _sum(values: list[Tensor]) -> Tensor:
     return torch.stack([value.to(values[0].device) for value in values]).sum()
 
 
-def _parts(records: list[QueryKey], values: list[Tensor], shares: list[float]) -> Parts:
-    """Each call's part by name, without its share in the total; the mean where several passes have it."""
+def _without_shares(values: Tensor, shares: list[float]) -> list[Tensor]:
+    """Each value over its share; in one division where all have the same."""
+    if len(set(shares)) == 1:
+        return list((values / shares[0]).unbind())
+    return [value / share for value, share in zip(values.unbind(), shares, strict=True)]
+
+
+def _parts(records: list[QueryKey], values: list[Tensor]) -> Parts:
+    """Each call's part by name; the mean where several passes have it."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
-    for record, value, share in zip(records, values, shares, strict=True):
-        value = value / share
+    for record, value in zip(records, values, strict=True):
         if record.sample_weight is not None:  # a part tells of this batch, whatever its share in the update is
             value = value / record.sample_weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
         parts[f"{record.name}#{record.call}" if record.call else record.name].append(value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from alignattn.capture.hook import Hook
-from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias, valid_keys
+from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias
 from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
 from alignattn.errors import UnsupportedModelError
 
@@ -89,7 +89,7 @@ class HuggingFaceSocket(ProjectedSocket):
         """One call of a watched module."""
         if self.tap.records_from(module):
             _check(implementation, module)
-            key_mask = valid_keys(mask, query.shape[0], key.shape[2])
+            key_mask = self.tap.valid_keys(mask, query.shape[0], key.shape[2])
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
             segments = None if mask is None else self.tap.segments_for(query, key)
             self.record(module, query, key, key_mask, cross=self.cross[module], segments=segments)

@@ -130,7 +130,8 @@ class ProjectedSocket(Socket):
         n, m = query.shape[2], key.shape[2]
         query_mask = None
         if not cross and key_mask is not None and m >= n:
-            query_mask = key_mask[:, m - n :]  # the queries are the last of the keys: a cache or prefix comes first
+            # The queries are the last of the keys: a cache or prefix comes first.
+            query_mask = key_mask if m == n else key_mask[:, m - n :]
         self.tap.take(
             QueryKey(
                 query=query,

@@ -17,7 +17,7 @@ from alignattn.capture.hooked import HookedSocket
 from alignattn.capture.huggingface import HuggingFaceSocket
 from alignattn.capture.keybias import KeyBias, find_key_bias
 from alignattn.capture.multihead import MultiheadSocket
-from alignattn.capture.querykey import AttentionCall, QueryKey
+from alignattn.capture.querykey import AttentionCall, QueryKey, valid_keys
 from alignattn.capture.sdpa import SdpaSocket
 from alignattn.capture.site import Site, Socket
 from alignattn.errors import CaptureError, ConfigError, UnsupportedModelError
@@ -63,6 +63,7 @@ class Tap:
         self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
         self._recomputed = recomputed
         self._segments: Tensor | None = None
+        self._valid: tuple[Tensor, tuple[int, int], Tensor | None] | None = None
         self._calls: dict[str, int] = {}
         self._depth = 0
         self.sites = choose(find_sites(model), layers, model)
@@ -114,6 +115,14 @@ class Tap:
         if call:
             object.__setattr__(record, "call", call)
         self._watch(record)
+
+    def valid_keys(self, mask: Tensor | None, samples: int, keys: int) -> Tensor | None:
+        """Which keys a mask leaves to any query. All layers of a model are given one mask: it is read once."""
+        if mask is None or torch.compiler.is_compiling():
+            return valid_keys(mask, samples, keys)
+        if self._valid is None or self._valid[0] is not mask or self._valid[1] != (samples, keys):
+            self._valid = mask, (samples, keys), valid_keys(mask, samples, keys)
+        return self._valid[2]
 
     def segments_for(self, query: Tensor, key: Tensor) -> Tensor | None:
         """Which document each token belongs to, where the model was called with packed rows."""
@@ -262,6 +271,7 @@ class Tap:
         self.recording = False
         self._depth = 0
         self._segments = None
+        self._valid = None
         self._outputs.clear()
         for socket in reversed(self._sockets):
             socket.close()

@@ -115,3 +115,22 @@ def test_a_step_is_one_of_plain_training():
     optimizer.step()
     for one, other in zip(timed.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_work_is_counted_as_by_hand():
+    from alignattn.bench.work import counted, work
+
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+
+    def call():
+        (a @ b).T.exp().sum().backward()
+
+    operations, calls = counted(call)
+    assert operations == 3 * (2 * 3 * 4 * 5)
+    # product, exp, sum, ones for its gradient, back through sum (a view), exp, and two products; gradients are kept
+    assert 7 <= calls <= 9
+    shape = Shape("tiny", 2, 16, 2, 2, 8, "fp32", vocabulary=50)
+    soft, aligned = work(shape, ["mmd"], CPU)
+    assert soft.details["megabytes"] == 0 and aligned.details["megabytes"] == 4 * 2 * 2 * 8 * 16 * 4 / 1e6
+    assert aligned.details["gigaoperations"] > soft.details["gigaoperations"] > 0
+    assert aligned.details["calls"] > soft.details["calls"] > 100

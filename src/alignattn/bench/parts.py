@@ -1,6 +1,7 @@
 """The parts of the benchmark, and what their tables are called."""
 
 PARTS = {
+    "work": "What a step has to do",
     "step": "Whole training steps",
     "length": "Each loss and its backward, by length",
     "layers": "Whole training steps, by layers",

@@ -8,6 +8,7 @@ import torch
 from alignattn.bench import losses, peers, steps, subsets
 from alignattn.bench.parts import LONG_PARTS, PARTS
 from alignattn.bench.row import Row
+from alignattn.bench.work import work
 from alignattn.bench.workload import Shape
 from alignattn.config import METHODS
 from alignattn.errors import unknown
@@ -51,6 +52,9 @@ def measure(plan: Plan) -> Iterator[list[Row]]:
     rounds = plan.rounds or rounds
     device, methods = plan.device, plan.methods
     parts = plan.parts or [part for part in PARTS if not (plan.quick and part in LONG_PARTS)]
+    if "work" in parts:
+        for shape in shapes:
+            yield work(shape, methods, device)
     if "step" in parts:
         for shape in shapes:
             yield steps.whole_steps(shape, methods, device, rounds=rounds, compiled=plan.compiled)

@@ -43,8 +43,9 @@ def text(rows: Iterable[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
+    details = ", ".join(f"{name} {value:.4g}" for name, value in row.details.items() if isinstance(value, float))
     if row.timing is None:
-        return [row.name, "–", row.failed or "–", "", "", "", ""]
+        return [row.name, "–", row.failed or "–", "", "", "", details]
     t = row.timing
     return [
         row.name,
@@ -53,5 +54,5 @@ def _cells(row: Row) -> list[str]:
         f"{1e3 * t.low:.2f} to {1e3 * t.high:.2f}",
         "" if row.memory is None else f"{row.memory / 2**20:.1f}",
         "" if row.memory_ratio is None else f"{row.memory_ratio:.2f}",
-        ", ".join(f"{name} {value:.3g}" for name, value in row.details.items() if isinstance(value, float)),
+        details,
     ]

@@ -94,10 +94,21 @@ def test_masks_that_differ_leave_out_the_own_pairs_that_are_there():
     torch.testing.assert_close(feature_distance(query + 9, key + 9, query_mask=mask), value)
 
 
-@pytest.mark.parametrize(("n", "m"), [(4, 4), (3, 5)])
-def test_the_gradient_agrees_with_finite_differences(n, m):
-    query, key = (t.requires_grad_() for t in random_problem(b=1, n=n, m=m, d=3))
-    assert torch.autograd.gradcheck(feature_distance, (query, key))
+@pytest.mark.parametrize(("n", "m"), [(5, 5), (6, 4)])
+@pytest.mark.parametrize("masked", ["neither", "queries", "both", "alike"])
+def test_gradients_are_those_of_finite_differences(n, m, masked):
+    generator = torch.Generator().manual_seed(n * m)
+    query = torch.randn(2, 2, n, 3, generator=generator, dtype=torch.float64)
+    key = 0.5 + torch.randn(2, 2, m, 3, generator=generator, dtype=torch.float64)
+    masks = {"query_mask": torch.ones(2, n, dtype=torch.bool), "key_mask": torch.ones(2, m, dtype=torch.bool)}
+    masks["query_mask"][0, 1] = masks["key_mask"][0, -1] = masks["key_mask"][1, :2] = False
+    if masked == "alike":
+        masks["key_mask"] = masks["query_mask"] if n == m else masks["query_mask"][:, :m]
+    kept = {"neither": (), "queries": ("query_mask",)}.get(masked, tuple(masks))
+    given = {name: mask for name, mask in masks.items() if name in kept}
+    torch.autograd.gradcheck(
+        lambda q, k: feature_distance(q, k, **given), (query.requires_grad_(), key.requires_grad_())
+    )
 
 
 # The matcher

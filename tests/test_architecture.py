@@ -8,7 +8,7 @@ import alignattn
 PACKAGE = Path(alignattn.__file__).parent
 
 # What each part may import of the package; a part is a module or folder directly under alignattn.
-ANYONE = {"arguments", "errors", "files", "processes", "weights"}
+ANYONE = {"arguments", "devices", "errors", "files", "processes", "weights"}
 CORE = {
     "capture",
     "matching",
@@ -36,6 +36,7 @@ CORE = {
 }
 ALLOWED = {
     "arguments": set(),
+    "devices": set(),
     "errors": set(),
     "files": set(),
     "processes": set(),

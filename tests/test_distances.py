@@ -1,6 +1,7 @@
 """Which heads are left alone, and that they are."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_it_is_the_mmd_of_each_head_smoothed_over_looks():
         assert told.mmd == pytest.approx(float(now.mean()), rel=1e-4)
         assert told.tokens == pytest.approx(7.5)
     state = seen.state_dict()
-    torch.testing.assert_close(torch.stack([state[name] for name in NAMES]), by_hand, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.stack([state[f"{name}/3"] for name in NAMES]), by_hand, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_that_have_met_are_left_alone_and_others_are_not():
@@ -65,12 +66,28 @@ def test_heads_that_have_met_are_left_alone_and_others_are_not():
 def test_what_cannot_be_measured_acts():
     """One token alone, or a distance that is no number."""
     seen = Distances()
-    seen.load_state_dict({"first": torch.tensor([float("nan"), 0.0, -1e-9])})
+    seen.load_state_dict({"first/3": torch.tensor([float("nan"), 0.0, -1e-9])})
     assert seen.acting(["first"], 3, torch.device("cpu")).tolist() == [[[1.0, 1.0, 0.0]]]
     lonely = Distances()
     lonely.watch(["first"], tokens(0, 1, 4, 2, 1, 4), tokens(1, 1, 4, 2, 1, 4), None, None)
     lonely.settle()
     assert lonely.acting(["first"], 2, torch.device("cpu")).tolist() == [[[1.0, 1.0]]]
+
+
+def test_one_name_may_stand_for_attentions_of_different_numbers_of_heads():
+    alignment = alignattn.Alignment("mmd", weight=0.5)
+    pairs = [[torch.nn.Parameter(tokens(i, 2, heads, 5, 4)) for i in range(2)] for heads in (2, 4, 1)]
+    optimizer = torch.optim.SGD([side for pair in pairs for side in pair], 0.1)
+    for step in range(25):
+        for pair in pairs[step % 3 : step % 3 + 1] if step % 2 else pairs:
+            alignment.record(*pair)
+            alignment.loss().backward()
+        optimizer.step()
+    assert {len(row) for row in alignment._strength.distances.state_dict().values()} == {1, 2, 4}
+    seen = Distances()
+    seen.load_state_dict({"first/1": torch.tensor([-1.0])})
+    assert seen.acting(["first"], 1, torch.device("cpu")).tolist() == [[[0.0]]]
+    assert seen.acting(["first"], 4, torch.device("cpu")).tolist() == [[[1.0] * 4]]
 
 
 @pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
@@ -86,7 +103,7 @@ def test_no_gradient_reaches_a_head_that_has_met_and_the_others_get_theirs(bert,
         alignment = alignattn.align(model, method, until_met=until_met, **options)
         name = alignment._tap.sites[0].name
         heads = model.config.num_attention_heads
-        alignment._strength.distances.load_state_dict({name: torch.tensor([-1.0] + [1.0] * (heads - 1))})
+        alignment._strength.distances.load_state_dict({f"{name}/{heads}": torch.tensor([-1.0] + [1.0] * (heads - 1))})
         alignment._strength.set_clock(1)  # not an update that is looked at
         model(**batch)
         loss = alignment.loss()
@@ -129,5 +146,11 @@ def test_what_was_learnt_of_heads_is_saved(bert, batch, tmp_path):
     after = again._strength.distances.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     again.detach()
+    settings = json.loads((tmp_path / "alignment.json").read_text())
+    del settings["config"]["until_met"]  # as an earlier version wrote it
+    (tmp_path / "alignment.json").write_text(json.dumps(settings))
+    older = alignattn.Alignment.load(bert, tmp_path)
+    assert not older.config.until_met
+    older.detach()
     literal = alignattn.align(bert, "mmd", preset="paper")
     assert not literal.config.until_met and literal.state_dict()["distances"] == {}

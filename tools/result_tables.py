@@ -177,7 +177,7 @@ def target(comparisons: list[Comparison]) -> str:
             if row.method == SOFT or not comparison.name.startswith("minilm"):
                 continue
             judged = {n: row.cells[n] for n in comparison.metrics if "mmd" not in n and n in row.cells}
-            times = [_times(soft.cells[name].mean, row.cells[name].mean) for name in kinds]
+            times = [_times(soft.cells.get(name), row.cells.get(name)) for name in kinds]
             worse = [_change(n, c) for n, c in judged.items() if _harm(n, c) > 1]
             better = [_change(n, c) for n, c in judged.items() if c.difference and c.difference.verdict == "better"]
             listed = ["; ".join(names) or "–" for names in (worse, better)]
@@ -186,9 +186,11 @@ def target(comparisons: list[Comparison]) -> str:
     return piped(rows)
 
 
-def _times(soft: float, aligned: float) -> str:
+def _times(soft: Cell | None, aligned: Cell | None) -> str:
     """How many times smaller; an unbiased estimate may lie below zero, where nothing can be told apart."""
-    return f"{soft / aligned:.1f} times" if aligned > 0 else "to nothing"
+    if soft is None or aligned is None:
+        return "–"
+    return f"{soft.mean / aligned.mean:.1f} times" if aligned.mean > 0 else "to nothing"
 
 
 def _harm(name: str, cell: Cell) -> float:

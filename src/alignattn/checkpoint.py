@@ -126,7 +126,7 @@ def _as_plain(config: AlignmentConfig) -> dict[str, Any]:
 
 
 def _arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(config)
+    values = {"until_met": False, **config}  # written before there was such a thing, whatever the preset says today
     weight = values.pop("weight")
     if isinstance(weight, dict):
         weight = Auto(**weight) if "share" in weight else Ramp(**weight)

@@ -18,6 +18,8 @@ from alignattn.capture import QueryKey
 from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import CaptureError
 
+LARGEST = 2**26  # numbers of half precision that are multiplied at once
+
 COMPILED = (
     "{}: in a compiled model autograd does not see the way from queries and keys back to their projections. Use "
     "generator='model' with torch.compile."
@@ -83,7 +85,8 @@ class Delivery:
         """The value, whose backward hands out the gradients."""
         wholes: dict[int, tuple[Tensor, Weight]] = {}
         for _, one, factor in self._handed:
-            wholes.setdefault(id(one.whole), (one.whole, factor))
+            _, kept = wholes.setdefault(id(one.whole), (one.whole, factor))
+            assert kept is factor
         order = list(wholes)
         places = [(order.index(id(one.whole)), one.at) for _, one, _ in self._handed]
         targets = [target for target, _, _ in self._handed]
@@ -141,10 +144,17 @@ class _Deliver(torch.autograd.Function):
         ctx.told = []
         products = {id(factor): outer[0] * factor for factor in ctx.factors}
         scaled = [
-            (at_least_single(whole) * products[id(factor)].to(whole.device)).to(whole.dtype)
+            _scaled(whole, products[id(factor)].to(whole.device))
             for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True)
         ]
         return None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
+
+
+def _scaled(whole: Tensor, by: Tensor) -> Tensor | list[Tensor]:
+    """At once; or, where copies in single precision would take much memory, one after the other."""
+    if whole.dtype in (torch.float32, torch.float64) or whole.numel() <= LARGEST:
+        return (at_least_single(whole) * by).to(whole.dtype)
+    return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from alignattn.devices import on_device
 from alignattn.matching.discrepancy import mmd
 from alignattn.processes import several
 
@@ -48,7 +49,7 @@ class Distances:
         masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
         found = mmd(some[0], some[1], bandwidth="mean", query_mask=masks[0], key_mask=masks[1])
         for name, of_layer in zip(names, found.unflatten(0, (len(names), -1)).mean(1).unbind(), strict=True):
-            self._now.setdefault(name, []).append(of_layer)
+            self._now.setdefault(_key(name, len(of_layer)), []).append(of_layer)
         everything = torch.ones(some[0].shape[0], some[0].shape[2], device=query.device)
         self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
 
@@ -57,18 +58,17 @@ class Distances:
         """The look is over; None where nothing was seen. Every process must call this together."""
         now, tokens = self._now, self._tokens
         self._now, self._tokens, self._factors = {}, [], {}
-        if not now:
-            self._over_processes({}, device)
-            return None
-        device = tokens[0].device
+        device = tokens[0].device if tokens else device
         means = {name: torch.stack([part.to(device) for part in parts]).mean(0) for name, parts in now.items()}
         for name, mean in self._over_processes(means, device).items():
             before = self._smoothed.get(name)
             if before is not None and before.shape == mean.shape:
-                before = before.to(device)
+                before = before.to(mean.device)
                 both = torch.where(before.isfinite(), MEMORY * before + (1 - MEMORY) * mean, mean)
                 mean = torch.where(mean.isfinite(), both, before)
             self._smoothed[name] = mean
+        if not means:
+            return None
         whole = torch.cat([mean.reshape(-1) for mean in means.values()]).mean()
         return Seen(whole, torch.stack([count.to(device) for count in tokens]).mean())
 
@@ -78,17 +78,16 @@ class Distances:
             return means
         if not self._heads:
             told: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(told, {name: len(mean) for name, mean in means.items()})
+            with on_device(device):  # objects go by way of the current one
+                dist.all_gather_object(told, {name: len(mean) for name, mean in means.items()})
             self._heads = {name: heads for one in told for name, heads in one.items()}
         if not self._heads:
             return means
         rows = []
         for name, heads in self._heads.items():
             mean = means.get(name)
-            if mean is None or len(mean) != heads:
-                rows.append(torch.zeros(heads + 1, device=device))
-            else:
-                rows.append(F.pad(mean, (0, 1), value=1.0))  # behind it how many processes it is of
+            nothing = torch.zeros(heads + 1, device=device)
+            rows.append(nothing if mean is None else F.pad(mean, (0, 1), value=1.0))  # behind it: of how many processes
         flat = torch.cat(rows)
         dist.all_reduce(flat)
         parts = flat.split([len(row) for row in rows])
@@ -98,18 +97,22 @@ class Distances:
         """One for every head that still acts, zero for those that have met; None: nothing is known yet."""
         if not self._smoothed:
             return None
-        key = tuple(names)
-        if key not in self._factors or self._factors[key].device != device:
-            known = [self._smoothed.get(name) for name in names]
-            nothing = torch.zeros(heads, device=device)
-            rows = [nothing if row is None or len(row) != heads else row.to(device) for row in known]
-            self._factors[key] = (~(torch.stack(rows) < 0)).float()[:, None]
-        return self._factors[key]
+        keys = tuple(_key(name, heads) for name in names)
+        if keys not in self._factors or self._factors[keys].device != device:
+            known = [self._smoothed.get(key) for key in keys]
+            rows = [torch.zeros(heads, device=device) if row is None else row.to(device) for row in known]
+            self._factors[keys] = (~(torch.stack(rows) < 0)).float()[:, None]
+        return self._factors[keys]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was learnt of each head, by its layer's name."""
+        """What was learnt of each head, by its layer's name and the number of them."""
         return dict(self._smoothed)
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from what state_dict() gave."""
         self._smoothed, self._factors = dict(saved), {}
+
+
+def _key(name: str, heads: int) -> str:
+    """Who records by hand may give one name to several attentions."""
+    return f"{name}/{heads}"

@@ -69,7 +69,8 @@ class Objective:
     """The alignment loss of all records, weighted.
 
     The weight acts on queries and keys. The networks get the gradient of the plain loss, unless they share the user's
-    optimizer (`weighs_networks`): an adversary that learns slower while the weight is small falls behind.
+    optimizer (`weighs_networks`): an adversary that learns slower while the weight is small falls behind. Heads that
+    are left alone (`met`) leave the networks alone as well.
     """
 
     def __init__(
@@ -144,7 +145,10 @@ class Objective:
         return handed.term(), _parts(rows, [matched[place].part for place in range(len(records))])
 
     def _acting(self, stack: _Stack) -> Tensor:
-        """What each problem counts in the gradient. Heads that are left alone still count in the loss that is told."""
+        """What each problem counts in the gradient, of the networks too: heads that have met teach them nothing.
+
+        They still count in the loss that is told.
+        """
         acting = None if self.met is None else self.met.acting(stack.names, stack.outer.shape[2], stack.outer.device)
         return stack.outer if acting is None else stack.outer * acting
 
@@ -218,8 +222,10 @@ class Objective:
             given = [r.sample_weight for r in some if r.sample_weight is not None]
             filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
         outer = (filled[0] if len(filled) == 1 else torch.cat(filled)).expand(len(some), samples, heads)
-        masks = [_stack_masks([getattr(r, side) for r in some]) for side in ("query_mask", "key_mask")]
-        return _Stack(places, query, key, masks[0], masks[1], [r.name for r in some], outer)
+        query_mask = _stack_masks([r.query_mask for r in some])
+        alike = all(r.key_mask is r.query_mask for r in some)
+        key_mask = query_mask if alike else _stack_masks([r.key_mask for r in some])
+        return _Stack(places, query, key, query_mask, key_mask, [r.name for r in some], outer)
 
     def _show(self, stack: _Stack, watchers: Watchers) -> None:
         masks = self.matcher.counted(stack.query_mask), self.matcher.counted(stack.key_mask)

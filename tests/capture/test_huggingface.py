@@ -216,3 +216,20 @@ def test_attention_whose_masks_cannot_be_read_is_refused_without_trace(options):
     assert traces(model) == before
     model.set_attn_implementation("sdpa")
     assert len(records_of(model.train(), **padded_batch(None))) == 2
+
+
+def test_a_mask_that_all_layers_share_is_read_once_and_another_anew():
+    model = FAMILIES["bert"].build("sdpa").train()
+    tap = Tap(model, watch=lambda record: None)
+    first, second = torch.tensor([[[[True, False]]]]), torch.tensor([[[[False, True]]]])
+    once, again = (tap.valid_keys(first, 1, 2) for _ in range(2))
+    assert once is again and once.tolist() == [[True, False]]
+    assert tap.valid_keys(second, 1, 2).tolist() == [[False, True]]
+    assert tap.valid_keys(second, 3, 2).shape == (3, 2) and tap.valid_keys(None, 1, 2) is None
+    assert tap.valid_keys(first, 1, 2).tolist() == [[True, False]]
+    tap.remove()
+    assert tap._valid is None
+    for side in ("left", "right"):  # and in a model: forwards that follow each other have their own
+        records = records_of(model, **padded_batch(side))
+        assert all(torch.equal(record.key_mask, valid_tokens(side)) for record in records)
+        assert len({id(record.key_mask) for record in records}) == 1

@@ -54,6 +54,7 @@ def differentiate(
     for piece in _pieces(matcher, query, key):
         leaves = [side[:, piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[:, piece] for mask in (query_mask, key_mask)]
+        masks[1] = masks[0] if key_mask is query_mask else masks[1]
         # The backward too: a user's autocast would take its products to half precision.
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
             values: Tensor = matcher(leaves[0], leaves[1], masks[0], masks[1], names)

@@ -130,7 +130,9 @@ def _evaluate(
     if typical != "median" and kernels.serve(query) and kernels.serve(key):
         from alignattn.matching.kernels.discrepancy import discrepancy
 
-        inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), 0.5 / bandwidth**2)
+        steepest = torch.finfo(torch.float32).max  # of a bandwidth beside which every distance is infinite
+        sharpness = 0.0 if typical else min(0.5 / bandwidth**2, steepest)
+        inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), sharpness)
         how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
         return discrepancy(query, key, query_mask, key_mask, inverse, **how)
     samples, heads = query.shape[:2]

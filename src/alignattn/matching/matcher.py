@@ -143,6 +143,7 @@ class Matcher(nn.Module):
         """One loss per problem, for `l` calls made by the layers `names`."""
         layers, samples = query.shape[:2]
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
+        masks[1] = masks[0] if key_mask is query_mask else masks[1]
         if self.config.standardise:
             ready = standardise(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
         else:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alignattn.matching.kernels.tiles import TILE, as_bytes, read, spread, total, valid_rows, width_of, write
+from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
 
 FACTORS = 5  # of a problem: its size, r, a of queries and of keys, c
 
@@ -188,16 +188,28 @@ def discrepancy(
     }
     given = query if inverse is None else inverse.contiguous()
     sizes = heads, n, m, d
-    _statistics[(problems,)](
-        query, key, *masks, given, means, factors, *sizes, ROWS=TILE, GIVEN=inverse is not None, **same
+    launch(
+        _statistics,
+        problems,
+        query,
+        key,
+        *masks,
+        given,
+        means,
+        factors,
+        *sizes,
+        ROWS=TILE,
+        GIVEN=inverse is not None,
+        **same,
     )
-    rows = min(TILE, max(16, triton.next_power_of_2(max(n, m))))
+    # Tiles of wide tokens must fit the shared memory of smaller devices too.
+    rows = min(TILE if width <= 64 else TILE // 2, max(16, triton.next_power_of_2(max(n, m))))
     blocks = triton.cdiv(n, rows)
     places = blocks + triton.cdiv(m, rows)
     losses = query.new_empty(problems, places)
     gradients = [torch.empty_like(side) if with_gradient else torch.zeros_like(side) for side in (query, key)]
-    _sums[(problems * places,)](
-        query, key, *masks, means, factors, losses, *gradients, *sizes, blocks, places,
+    launch(
+        _sums, problems * places, query, key, *masks, means, factors, losses, *gradients, *sizes, blocks, places,
         ROWS=rows, COLUMNS=rows, WITH_GRADIENT=with_gradient, PRECISION="tf32x3", **same,
     )  # fmt: skip
     return losses.sum(-1).view(samples, heads), gradients[0], gradients[1]

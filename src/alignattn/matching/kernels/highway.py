@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alignattn.matching.kernels.tiles import launch
+
 TILE = 64
 PROGRAMS = 256  # that share the weights' gradient
 SLOPE = 0.01
@@ -140,8 +142,18 @@ class _Features(torch.autograd.Function):
         hidden = weights[4].shape[-1]
         features = tokens.new_empty(layers, count, hidden)
         blocks = triton.cdiv(count, TILE)
-        _forward[(layers * blocks,)](
-            tokens, *weights, features, count, d, hidden, blocks, SLOPE, **_settings(d, hidden)
+        launch(
+            _forward,
+            layers * blocks,
+            tokens,
+            *weights,
+            features,
+            count,
+            d,
+            hidden,
+            blocks,
+            SLOPE,
+            **_settings(d, hidden),
         )
         ctx.save_for_backward(tokens, *weights)
         return features
@@ -158,15 +170,37 @@ class _Features(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_tokens = torch.empty_like(tokens)
             blocks = triton.cdiv(count, TILE)
-            _backward_tokens[(layers * blocks,)](
-                tokens, outer, *weights, of_tokens, count, d, hidden, blocks, SLOPE, **settings
+            launch(
+                _backward_tokens,
+                layers * blocks,
+                tokens,
+                outer,
+                *weights,
+                of_tokens,
+                count,
+                d,
+                hidden,
+                blocks,
+                SLOPE,
+                **settings,
             )
         if not any(ctx.needs_input_grad[1:]):
             return of_tokens, *[None] * 6
         programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, TILE))
         sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
-        _backward_weights[(layers * programs,)](
-            tokens, outer, *weights, *sums, count, d, hidden, programs, SLOPE, **settings
+        launch(
+            _backward_weights,
+            layers * programs,
+            tokens,
+            outer,
+            *weights,
+            *sums,
+            count,
+            d,
+            hidden,
+            programs,
+            SLOPE,
+            **settings,
         )
         return of_tokens, *(total.sum(1) for total in sums)
 

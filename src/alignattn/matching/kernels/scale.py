@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alignattn.matching.kernels.tiles import TILE, as_bytes, read, spread, total, valid_rows, width_of, write
+from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
 
 
 @triton.jit
@@ -100,9 +100,8 @@ def forward(
     inverse, counts = (torch.empty(samples, heads, dtype=torch.float32, device=query.device) for _ in range(2))
     given = query.contiguous(), key.contiguous(), *as_bytes(query_mask, key_mask, query)
     sizes = heads, query.shape[2], key.shape[2], query.shape[3]
-    _forward[(samples * heads,)](
-        *given, *scaled, inverse, counts, *sizes, least, **_shapes(query, query_mask, key_mask)
-    )
+    settings = _shapes(query, query_mask, key_mask)
+    launch(_forward, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
     return scaled[0], scaled[1], inverse, counts
 
 
@@ -121,7 +120,8 @@ def backward(
     found = [torch.empty_like(side, dtype=dtype) for side, dtype in zip(scaled, dtypes, strict=True)]
     given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
     sizes = heads, query.shape[2], key.shape[2], query.shape[3]
-    _backward[(samples * heads,)](*given, *found, inverse, counts, *sizes, **_shapes(query, query_mask, key_mask))
+    settings = _shapes(query, query_mask, key_mask)
+    launch(_backward, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
     return found[0], found[1]
 
 

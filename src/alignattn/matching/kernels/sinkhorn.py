@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from alignattn.matching.kernels.tiles import launch
+
 LARGEST_TILE = 128
 
 
@@ -112,4 +114,5 @@ class StreamedScores:
         rows, columns = (min(tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
         blocks = triton.cdiv(x.shape[1], rows)
         sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
-        kernel[(len(x) * blocks,)](x, y, *tensors, *sizes, ROWS=rows, COLUMNS=columns, WIDTH=width, PRECISION="tf32x3")
+        settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": "tf32x3"}
+        launch(kernel, len(x) * blocks, x, y, *tensors, *sizes, **settings)

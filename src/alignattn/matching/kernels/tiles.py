@@ -1,9 +1,13 @@
 """Tokens of one problem, some rows at a time, as the kernels read and write them. Padding is read as zeros."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from alignattn.devices import on_device
 
 TILE = 64
 
@@ -63,6 +67,12 @@ def spread(
         apart = tl.where(valid[:, None] & (e[None, :] < d), apart, 0.0).to(tl.float64)
         summed += tl.sum(apart * apart, 0)
     return tl.sum(summed, 0)
+
+
+def launch(kernel: Any, programs: int, *given: Any, **settings: Any) -> None:
+    """Run so many programs where the tensors are, the first of what is given: Triton goes by the current device."""
+    with on_device(given[0].device):
+        kernel[(programs,)](*given, **settings)
 
 
 def as_bytes(query_mask: Tensor | None, key_mask: Tensor | None, instead: Tensor) -> list[Tensor]:

@@ -23,7 +23,15 @@ from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching import kernels
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
-from alignattn.matching.tokens import blank_padding, check_pair, chunks_of, full_precision, samples_with_tokens, upcast
+from alignattn.matching.tokens import (
+    blank_padding,
+    check_pair,
+    chunks_of,
+    full_precision,
+    samples_with_tokens,
+    told_apart,
+    upcast,
+)
 
 BANDWIDTHS = ("median", "mean")
 MEDIAN_TOKENS = 512  # above, the median is taken over a subset of this many tokens
@@ -74,6 +82,7 @@ def mmd(
     named = isinstance(bandwidth, str)
     settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
     key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
+    key_mask = told_apart(query_mask, key_mask)
     losses: Tensor = _Discrepancy.apply(
         query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2]
     )

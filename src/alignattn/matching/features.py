@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.errors import checked
-from alignattn.matching.tokens import check_pair, full_precision, upcast
+from alignattn.matching.tokens import check_pair, full_precision, told_apart, upcast
 
 
 @checked(check_pair)
@@ -33,6 +33,7 @@ def feature_distance(
     Zero for problems with fewer than two tokens on a side, and a little less than zero at times. A query's own key is
     left out where there are as many of both.
     """
+    key_mask = told_apart(query_mask, key_mask)
     distance: Tensor = _Distance.apply(upcast(query), upcast(key), query_mask, key_mask)
     return distance
 

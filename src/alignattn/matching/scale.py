@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching import kernels
-from alignattn.matching.tokens import upcast
+from alignattn.matching.tokens import told_apart, upcast
 
 LEAST_VARIANCE = 1e-6  # a problem of one point stays where it is
 
@@ -33,7 +33,7 @@ def standardise(
     key_mask: Bool[Tensor, "p m"] | None,
 ) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"]]:
     """Queries and keys of each problem minus their common mean, over their common deviation; zeros at padding."""
-    scaled: tuple[Tensor, Tensor] = _Standardise.apply(query, key, query_mask, key_mask)
+    scaled: tuple[Tensor, Tensor] = _Standardise.apply(query, key, query_mask, told_apart(query_mask, key_mask))
     return scaled
 
 

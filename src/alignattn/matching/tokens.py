@@ -74,6 +74,11 @@ def blank_padding(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | 
     return tokens if mask is None else tokens.masked_fill(~mask[:, None, :, None], 0.0)
 
 
+def told_apart(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The second, as a tensor of its own where code is compiled: one that is given twice cannot be traced."""
+    return other.view_as(other) if other is not None and other is one and torch.compiler.is_compiling() else other
+
+
 def masked_mean(values: Float[Tensor, "b h n"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b h"]:
     """Mean over the valid tokens; zero where there are none."""
     if mask is None:

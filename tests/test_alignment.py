@@ -349,3 +349,28 @@ def test_sums_for_the_logs_follow_a_model_that_is_moved():
     meter.add(("loss",), torch.ones(1))
     meter.add(("loss",), torch.ones(1, device="meta"))
     assert meter._sums[("loss",)].device.type == "meta"
+
+
+@pytest.mark.parametrize("generator", ["model", "projections"])
+def test_layers_that_are_matched_together_get_what_each_gets_alone(bert, batch, generator):
+    """As on an accelerator, where gradients of a stack of layers are delivered together."""
+    for module in bert.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    gradients = []
+    for together in (True, False):
+        model = copy.deepcopy(bert)
+        alignment = alignattn.align(
+            model, "mmd", weight=1.0, add_to_outputs=False, generator=generator, recentre=False, until_met=False
+        )
+        if together:
+            alignment.matcher.is_separable = lambda: False
+        model(**batch)
+        alignment.loss().backward()
+        named = {name: p.grad for name, p in model.named_parameters() if "query" in name or "key" in name}
+        gradients.append({name: grad for name, grad in named.items() if grad is not None})
+    stacked, alone = gradients
+    assert stacked.keys() == alone.keys() and len(alone) >= 4
+    for name, gradient in alone.items():
+        assert gradient.abs().max() > 0 or name.endswith("key.bias")
+        torch.testing.assert_close(stacked[name], gradient, rtol=1e-4, atol=1e-7)

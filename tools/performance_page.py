@@ -26,10 +26,9 @@ step needs beyond weights and the optimizer's state.
 what was asked for. A bar that is missed says so.
 
 What the limit is: the first table of each machine counts it, products of matrices, calls, and the least that alignment
-can move. Its products are few beside the model's. What is left is, on an accelerator, calls: a step of BERT-base waits
-for its launches more than for arithmetic, and a small operation costs as much as a large one. On a CPU it is passes
-over memory: queries and keys together are as large as two of a layer's activations, and networks make features of them
-that are larger still.
+can move. What a ratio is above that of the operations is the distance that is left: calls, each with a cost of its own
+however little it computes, and passes over memory, as queries and keys together are as large as two of a layer's
+activations and networks make larger features of them. No accelerator has been measured at today's settings yet.
 """
 
 # Whole steps, by the machine's kind and the case: asked for.

@@ -29,7 +29,7 @@ class FiniteCheck:
     ) -> None:
         """Look at queries and keys [l, b, h, tokens, d] of these layers, where masks [l, b, tokens] are True."""
         largest = _largest(query, query_mask) + _largest(key, key_mask)
-        self.submit(names, largest - largest == 0)  # NaN and infinity take nothing away from themselves
+        self.submit(names, largest - largest == 0)  # infinity minus itself is NaN, and so is NaN minus itself
 
     def submit(self, names: list[str], finite: Tensor) -> None:
         """`finite` [l] tells for each of these layers whether all its queries and keys are finite."""

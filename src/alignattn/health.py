@@ -32,7 +32,7 @@ ADVICE = {
     ),
     "merged": (
         "The MMD in the logs is far below zero: queries have become their own keys, and tokens look at themselves. "
-        "Lower the weight, or use method='ct'."
+        "Lower the weight, leave until_met on, or use method='ct'."
     ),
     "still": (
         "Keys and queries are as far apart as at the beginning: alignment does not move them. Raise the weight, use "

@@ -80,7 +80,7 @@ def _placed(tokens, mean, size, problem, i, valid, count, d, WIDTH: tl.constexpr
 def _toward(
     own, i, tokens, mask, mean, size, r, problem, sample, count, d,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    WITHOUT_OWN: tl.constexpr, WITH_GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
+    OWN: tl.constexpr, WITH_GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     square = tl.sum(own * own, 1)
     summed = tl.zeros([ROWS], tl.float32)
@@ -92,8 +92,8 @@ def _toward(
         product = tl.dot(own, tl.trans(other), input_precision=PRECISION)
         distance = square[:, None] + tl.sum(other * other, 1)[None, :] - 2.0 * product
         kernel = tl.where(valid[None, :], tl.exp(-r * tl.maximum(distance, 0.0)), 0.0)
-        if WITHOUT_OWN:
-            kernel = tl.where(i[:, None] == j[None, :], 0.0, kernel)
+        if OWN != "as it is":  # known, and a product of parts would round it
+            kernel = tl.where((i[:, None] == j[None, :]) & valid[None, :], 1.0 if OWN == "one" else 0.0, kernel)
         summed += tl.sum(kernel, 1)
         if WITH_GRADIENT:
             pulled += tl.dot(kernel, other, input_precision=PRECISION)
@@ -113,13 +113,11 @@ def _side(
     mine = _placed(own, mean, size, problem, i, valid, count, d, WIDTH)
     within, drawn = _toward(
         mine, i, own, own_mask, mean, size, r, problem, sample, count, d,
-        ROWS, COLUMNS, WIDTH, OWN_MASKED, False, WITH_GRADIENT, PRECISION,
+        ROWS, COLUMNS, WIDTH, OWN_MASKED, "none" if UNBIASED else "one", WITH_GRADIENT, PRECISION,
     )  # fmt: skip
-    if UNBIASED:  # a token's kernel with itself is one
-        within -= 1.0
     across, pulled = _toward(
         mine, i, other, other_mask, mean, size, r, problem, sample, others, d,
-        ROWS, COLUMNS, WIDTH, OTHER_MASKED, WITHOUT_OWN, WITH_GRADIENT, PRECISION,
+        ROWS, COLUMNS, WIDTH, OTHER_MASKED, "none" if WITHOUT_OWN else "as it is", WITH_GRADIENT, PRECISION,
     )  # fmt: skip
     loss = a * within
     if COUNT_ACROSS:

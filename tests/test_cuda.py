@@ -113,3 +113,54 @@ def test_autocast_and_scaler_train(bert, batch, method, dtype):
         scaler.step(optimizer)
         scaler.update()
     assert loss.isfinite() and all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_training_by_records_is_training(bert, batch, method, precision):
+    def refuse(work):
+        raise RuntimeError
+
+    for module in bert.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    found = []
+    for recorder in (refuse, None):
+        model = copy.deepcopy(bert).cuda().train()
+        alignment = alignattn.align(model, method)
+        alignment.objective.recorder = recorder
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = []
+        for step in range(16):
+            inputs = {name: tensor.cuda() for name, tensor in batch.items()}
+            inputs["input_ids"] = (inputs["input_ids"] + step) % 45 + 1
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                loss = model(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        replays = alignment.objective._replays[0]
+        assert replays.refused == (recorder is refuse)
+        assert bool(replays._records) != (recorder is refuse)
+        found.append((torch.stack(losses).cpu(), model.bert.encoder.layer[1].attention.self.query.weight.detach()))
+        alignment.detach()
+    rough = precision == "bf16"
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-2 if rough else 1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1][1], found[0][1], rtol=2e-2 if rough else 1e-3, atol=1e-4 if rough else 1e-6)
+
+
+def test_nan_is_named_by_records_too(bert, batch):
+    model = bert.cuda().train()
+    alignattn.align(model, "mmd", weight=0.1)
+    inputs = {name: tensor.cuda() for name, tensor in batch.items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for _ in range(6):
+        model(**inputs).loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.self.query.weight[0, 0] = torch.nan
+    model(**inputs).loss.backward()
+    torch.cuda.synchronize()
+    with pytest.raises(NonFiniteError, match=r"layer\.1"):
+        optimizer.step()

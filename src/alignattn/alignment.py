@@ -66,9 +66,9 @@ class Alignment:
             self.adversary.take_on()  # a matcher of one's own may bring parameters along
         self._strength = Strength(self.config)
         met = self._strength.distances if self.config.until_met else None
-        self.objective = Objective(self.matcher, self.config, weighs_networks=not own, met=met)
-        self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._finite = FiniteCheck()
+        self.objective = Objective(self.matcher, self.config, weighs_networks=not own, finite=self._finite, met=met)
+        self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._tap: Tap | None = None
         self._recentring: Recentring | None = None
         self._passes = Passes()
@@ -134,6 +134,7 @@ class Alignment:
             self._tap = None
             self._recentring = None
         self._passes.clear()
+        self.objective.forget_replays()
         self._added_to_outputs = False
 
     def _is_training(self) -> bool:
@@ -259,7 +260,7 @@ class Alignment:
         for record in (record for records in forwards for record in records):
             self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
         weight = self._strength.weight()
-        watchers: list[Watcher] = [self._finite]
+        watchers: list[Watcher] = []
         strength = self._strength
         strength.begin()
         if strength.looks:

@@ -5,7 +5,8 @@ With `generator="model"` those of queries and keys go to queries and keys, and o
 of those outputs: they reach the projections' parameters and stop there.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from alignattn.balance import Balance, Weight, at_least_single
 from alignattn.capture import QueryKey
 from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import CaptureError
+from alignattn.matching import kernels
+from alignattn.replay import Lease
 
 LARGEST = 2**26  # numbers of half precision that are multiplied at once
 
@@ -41,8 +44,9 @@ class Slice:
 class Delivery:
     """Gathers targets and what they are to be handed; `term` is a number whose backward does so."""
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, leases: Sequence[Lease] = ()) -> None:
         self.value = value.detach()
+        self.leases = list(leases)  # of gradients that are lent until they are handed on
         self._handed: list[tuple[Tensor, Slice, Weight]] = []
         # What looks at gradients, and wants the factor that the whole loss got.
         self.told: list[Callable[[Tensor], None]] = []
@@ -91,7 +95,7 @@ class Delivery:
         places = [(order.index(id(one.whole)), one.at) for _, one, _ in self._handed]
         targets = [target for target, _, _ in self._handed]
         gradients, factors = [w for w, _ in wholes.values()], [f for _, f in wholes.values()]
-        term: Tensor = _Deliver.apply(self.value, gradients, factors, places, self.told, *targets)
+        term: Tensor = _Deliver.apply(self.value, gradients, factors, places, self.told, self.leases, *targets)
         return term
 
 
@@ -130,10 +134,11 @@ class _Deliver(torch.autograd.Function):
         factors: list[Weight],  # of each whole
         places: list[tuple[int, int]],  # of each target: which whole, and where in it
         told: list[Callable[[Tensor], None]],
+        leases: list[Lease],
         *targets: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*wholes)  # freed by the backward, however long the loss is kept
-        ctx.factors, ctx.places, ctx.told = factors, places, told
+        ctx.factors, ctx.places, ctx.told, ctx.leases = factors, places, told, leases
         return value.clone()
 
     @staticmethod
@@ -143,15 +148,27 @@ class _Deliver(torch.autograd.Function):
             tell(outer[0])
         ctx.told = []
         products = {id(factor): outer[0] * factor for factor in ctx.factors}
+        last = not _comes_again()
         scaled = [
-            _scaled(whole, products[id(factor)].to(whole.device))
+            _scaled(whole, products[id(factor)].to(whole.device), in_place=last and bool(ctx.leases) and whole.ndim > 4)
             for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True)
         ]
-        return None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
+        if last:
+            ctx.leases.clear()
+        return None, None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
 
 
-def _scaled(whole: Tensor, by: Tensor) -> Tensor | list[Tensor]:
+def _comes_again() -> bool:
+    """Whether the backward under way keeps its graph (retain_graph=True), and may be followed by another."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def _scaled(whole: Tensor, by: Tensor, *, in_place: bool) -> Tensor | list[Tensor]:
     """At once; or, where copies in single precision would take much memory, one after the other."""
+    if kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT):
+        from alignattn.matching.kernels.times import times
+
+        return times(whole, by, whole if in_place else None)
     if whole.dtype in (torch.float32, torch.float64) or whole.numel() <= LARGEST:
         return (at_least_single(whole) * by).to(whole.dtype)
     return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]

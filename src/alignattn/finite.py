@@ -28,8 +28,7 @@ class FiniteCheck:
         self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> None:
         """Look at queries and keys [l, b, h, tokens, d] of these layers, where masks [l, b, tokens] are True."""
-        largest = _largest(query, query_mask) + _largest(key, key_mask)
-        self.submit(names, largest - largest == 0)  # infinity minus itself is NaN, and so is NaN minus itself
+        self.submit(names, finite_layers(query, key, query_mask, key_mask))
 
     def submit(self, names: list[str], finite: Tensor) -> None:
         """`finite` [l] tells for each of these layers whether all its queries and keys are finite."""
@@ -53,6 +52,12 @@ class FiniteCheck:
         while self._pending and self._pending[0].arrived.query():
             pending = self._pending.popleft()
             _raise_for(pending.names, pending.finite)
+
+
+def finite_layers(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Of queries and keys [l, b, h, tokens, d], where masks [l, b, tokens] are True: [l]."""
+    largest = _largest(query, query_mask) + _largest(key, key_mask)
+    return largest - largest == 0  # infinity minus itself is NaN, and so is NaN minus itself
 
 
 def _largest(tokens: Tensor, mask: Tensor | None) -> Tensor:

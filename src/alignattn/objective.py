@@ -6,7 +6,8 @@ of the term hands on what is known by then (delivery.py): what the matching need
 model's own backward begins. Compiled code, which cannot differentiate within itself, takes the plain way.
 
 On an accelerator records of one shape are stacked and matched in one call: one call a layer was measured at two to
-three times a whole training step of soft attention. On a CPU, where calls cost little and memory much, they are not.
+three times a whole training step of soft attention. Where it can be, that call is recorded and replayed (replay.py). On
+a CPU, where calls cost little and memory much, records are matched one by one.
 """
 
 import math
@@ -24,8 +25,10 @@ from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.distances import Distances
 from alignattn.errors import CaptureError
+from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
+from alignattn.replay import Lease, Recorder, Replays
 from alignattn.thinning import Thinning
 
 Forwards = list[list[QueryKey]]
@@ -47,19 +50,42 @@ class _Stack:
     """Records that are matched in one call."""
 
     places: list[int]
-    query: Tensor  # [l, b, h, n, d]
-    key: Tensor
+    queries: list[Tensor]  # l of [b, h, n, d]
+    keys: list[Tensor]
     query_mask: Tensor | None  # [l, b, n]
     key_mask: Tensor | None
     names: list[str]
     outer: Tensor  # [l, b, h]: what each problem counts in the total
 
+    @property
+    def query(self) -> Tensor:
+        """Of all [l, b, h, n, d], copied together."""
+        return _stack(self.queries)
+
+    @property
+    def key(self) -> Tensor:
+        return _stack(self.keys)
+
+    def wants(self) -> tuple[bool, bool]:
+        """Whether queries, and whether keys, are to get a gradient."""
+        return any(q.requires_grad for q in self.queries), any(k.requires_grad for k in self.keys)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """What matching made of a stack."""
+
+    values: Tensor  # [l]: each record's part of the total
+    of_query: Tensor | None  # [l, b, h, n, d]
+    of_key: Tensor | None
+    of_networks: list[Tensor | None]
+    lease: Lease | None = None  # of the gradients, where they are lent
+
 
 @dataclass(frozen=True)
 class _Matched:
-    """What matching made of a record: its part of the total, and the gradients of its queries and keys."""
+    """What matching made of a record: its loss, and the gradients of its queries and keys."""
 
-    value: Tensor
     part: Tensor  # of the loss, whatever it counts in the total
     of_query: delivery.Slice | None
     of_key: delivery.Slice | None
@@ -74,12 +100,21 @@ class Objective:
     """
 
     def __init__(
-        self, matcher: Matcher, config: AlignmentConfig, *, weighs_networks: bool, met: Distances | None = None
+        self,
+        matcher: Matcher,
+        config: AlignmentConfig,
+        *,
+        weighs_networks: bool,
+        finite: FiniteCheck,
+        met: Distances | None = None,
     ) -> None:
         self.matcher = matcher
         self.config = config
         self.weighs_networks = weighs_networks
+        self.finite = finite
         self.met = met  # tells which heads to leave alone; None: none
+        self.recorder: Recorder | None = None  # CUDA's, if none is named
+        self._replays: list[Replays] = []  # one for each stack of a loss: all of them are under way at once
         self.thinning = Thinning(config.max_tokens, config.every, config.seed)
         self.counted = 1  # times, each layer that was matched: others were left out for it
 
@@ -103,35 +138,27 @@ class Objective:
         if torch.compiler.is_compiling():
             return self._traced(records, shares, weight, watchers)
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
-        leaves = [_leaf(record, wanted=acts) for record in records]
+        leaves = [
+            record if acts and self._is_matched_whole(record) else _leaf(record, wanted=acts) for record in records
+        ]
         rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self._scale(leaves, shares)
         matched: dict[int, _Matched] = {}
+        values, leases = [], []
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
-        for stack in self._stacks(rows, shares):
-            self._show(stack, watchers)
-            wanted = [any(getattr(rows[i], side).requires_grad for i in stack.places) for side in ("query", "key")]
-            found = differentiate(
-                self.matcher,
-                stack.query,
-                stack.key,
-                stack.query_mask,
-                stack.key_mask,
-                stack.names,
-                self._acting(stack) * scale,
-                of_query=wanted[0],
-                of_key=wanted[1],
-            )
-            weighed = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
-            parts = _without_shares(weighed, [shares[place] for place in stack.places])
+        for number, stack in enumerate(self._stacks(rows, shares)):
+            unwatched = not watchers and balance is None
+            found = self._replayed(number, stack, records, scale) if unwatched else None
+            found = self._plainly(stack, watchers, scale) if found is None else found
+            values.append(found.values.sum())
+            leases.append(found.lease)
+            parts = _without_shares(found.values, [shares[place] for place in stack.places])
             for at, place in enumerate(stack.places):
-                of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.query, found.key))
-                matched[place] = _Matched(
-                    weighed[at], parts[at], *_through_unpacking(leaves[place], rows[place], of_row)
-                )
-            of_networks = [added(one, other) for one, other in zip(of_networks, found.networks, strict=True)]
-        values = [matched[place].value for place in range(len(records))]
-        handed = delivery.Delivery(weight * _sum(values))
+                of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.of_query, found.of_key))
+                matched[place] = _Matched(parts[at], *_through_unpacking(leaves[place], rows[place], of_row))
+            of_networks = [added(one, other) for one, other in zip(of_networks, found.of_networks, strict=True)]
+        total = values[0] if len(values) == 1 else _sum(values)
+        handed = delivery.Delivery(weight * total, leases=[lease for lease in leases if lease is not None])
         factor = weight / scale
         for place, record in enumerate(records if acts else ()):
             own = matched[place].of_query, matched[place].of_key
@@ -143,6 +170,50 @@ class Objective:
             if gradient is not None:
                 handed.to(parameter, gradient, of_networks_factor)
         return handed.term(), _parts(rows, [matched[place].part for place in range(len(records))])
+
+    def forget_replays(self) -> None:
+        """Give back what they hold in memory."""
+        self._replays.clear()
+
+    def _replayed(self, number: int, stack: _Stack, records: list[QueryKey], scale: float) -> _Together | None:
+        """By a record of this matching, where there is one. Leaves would keep what is lent to them as their own."""
+        if len(self._replays) <= number:
+            self._replays.append(Replays(self.matcher, self.recorder))
+        replays = self._replays[number]
+        origins = [side for place in stack.places for side in (records[place].query, records[place].key)]
+        if not replays.serve(origins[0]) or any(side.is_leaf and side.requires_grad for side in origins):
+            return None
+        of_query, of_key = stack.wants()
+        found = replays.match(
+            stack.queries,
+            stack.keys,
+            stack.query_mask,
+            stack.key_mask,
+            stack.names,
+            stack.outer,
+            self._acting(stack) * scale,
+            of_query=of_query,
+            of_key=of_key,
+        )
+        if found is None:
+            return None
+        self.finite.submit(stack.names, found.finite)
+        return _Together(found.weighed.clone(), found.of_query, found.of_key, found.of_networks, found.lease)
+
+    def _is_matched_whole(self, record: QueryKey) -> bool:
+        """Whether what is matched are its queries and keys as they are."""
+        return record.segments is None and self.config.max_tokens is None
+
+    def _plainly(self, stack: _Stack, watchers: Watchers, scale: float) -> _Together:
+        with torch.no_grad():
+            query, key = stack.query, stack.key
+        self._show(stack, query, key, watchers)
+        of_query, of_key = stack.wants()
+        masks = stack.query_mask, stack.key_mask
+        acting = self._acting(stack) * scale
+        found = differentiate(self.matcher, query, key, *masks, stack.names, acting, of_query=of_query, of_key=of_key)
+        values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
+        return _Together(values, found.query, found.key, found.networks)
 
     def _acting(self, stack: _Stack) -> Tensor:
         """What each problem counts in the gradient, of the networks too: heads that have met teach them nothing.
@@ -174,8 +245,9 @@ class Objective:
             ]
         found: dict[int, Tensor] = {}
         for stack in self._stacks(rows, shares):
-            self._show(stack, watchers)
-            losses = self.matcher(stack.query, stack.key, stack.query_mask, stack.key_mask, stack.names)
+            query, key = stack.query, stack.key
+            self._show(stack, query, key, watchers)
+            losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]
         total = _sum(values)
@@ -211,13 +283,13 @@ class Objective:
 
     def _stacked(self, places: list[int], records: list[QueryKey], shares: list[float]) -> _Stack:
         some = [records[place] for place in places]
-        query, key = _stack([r.query for r in some]), _stack([r.key for r in some])
-        samples, heads = query.shape[1:3]
+        first = some[0].query
+        samples, heads = first.shape[:2]
         over_heads = heads if self.config.reduction == "mean" else 1
         counts = [shares[place] / over_heads for place in places]
         if some[0].sample_weight is None:  # filled in on the device: to copy numbers there makes it wait
             alike = 1 if len(set(counts)) == 1 else len(counts)
-            filled = [torch.full((1, 1, 1), count / samples, device=query.device) for count in counts[:alike]]
+            filled = [torch.full((1, 1, 1), count / samples, device=first.device) for count in counts[:alike]]
         else:
             given = [r.sample_weight for r in some if r.sample_weight is not None]
             filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
@@ -225,12 +297,13 @@ class Objective:
         query_mask = _stack_masks([r.query_mask for r in some])
         alike = all(r.key_mask is r.query_mask for r in some)
         key_mask = query_mask if alike else _stack_masks([r.key_mask for r in some])
-        return _Stack(places, query, key, query_mask, key_mask, [r.name for r in some], outer)
+        sides = [r.query for r in some], [r.key for r in some]
+        return _Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer)
 
-    def _show(self, stack: _Stack, watchers: Watchers) -> None:
+    def _show(self, stack: _Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
         masks = self.matcher.counted(stack.query_mask), self.matcher.counted(stack.key_mask)
-        for watcher in watchers:
-            watcher.watch(stack.names, stack.query.detach(), stack.key.detach(), *masks)
+        for watcher in (self.finite, *watchers):
+            watcher.watch(stack.names, query.detach(), key.detach(), *masks)
 
 
 def _sum(values: list[Tensor]) -> Tensor:

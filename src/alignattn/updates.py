@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+LOOK_AGAIN = 10  # steps of another model's optimizer, after which it is asked anew what it updates
+
 _watches: "weakref.WeakSet[Updates]" = weakref.WeakSet()
 _handle: Any = None
 
@@ -26,6 +28,8 @@ class Updates:
         self.versions: tuple[int, ...] | None = None
         self.written = False  # when last asked: weights surely were others than before
         self.gradients: list[weakref.ref[Tensor]] = []
+        self._known: weakref.ref[Tensor] | None = None  # a weight of the model that optimizers update
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # and their steps
         _listen(self)
 
     def happened(self) -> bool:
@@ -48,14 +52,29 @@ class Updates:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped, of this model or another; without a model, any counts but an adversary's."""
-        ours = {id(parameter) for parameter in self._parameters()}
-        if self.model is None:
-            found = not getattr(optimizer, "is_adversary", False)
-        else:
-            found = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-        if found:
+        if getattr(optimizer, "is_adversary", False):
+            return
+        if self.model is None or self._updates(optimizer):
             self.optimizers_seen = True
             self.then()
+
+    def _updates(self, optimizer: Optimizer) -> bool:
+        """Whether a weight of the model is among its own. To look through all of a model's takes a while."""
+        theirs = [p for group in optimizer.param_groups for p in group["params"]]
+        known = None if self._known is None else self._known()
+        if known is not None and known.requires_grad and any(p is known for p in theirs):
+            return True
+        steps = self._strangers.get(optimizer, 0)
+        if steps % LOOK_AGAIN:
+            self._strangers[optimizer] = steps + 1
+            return False
+        ours = {id(parameter) for parameter in self._parameters()}
+        found = next((p for p in theirs if id(p) in ours), None)
+        if found is None:
+            self._strangers[optimizer] = steps + 1
+            return False
+        self._known = weakref.ref(found)
+        return True
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = None if self.model is None else self.model()

@@ -275,3 +275,45 @@ def test_features_are_as_precise_as_plain_torch_in_single_precision(layers, toke
     for one, usual, truth in zip(told, plain, exact, strict=True):
         off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
         assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+@pytest.mark.parametrize(("layers", "tokens", "d", "hidden"), [(1, 1, 8, 16), (2, 70, 24, 64)])
+def test_features_and_answers_are_as_precise_as_plain_torch(layers, tokens, d, hidden, monkeypatch):
+    from alignattn.matching import kernels
+    from alignattn.matching.networks import Discriminator
+
+    network = Discriminator([f"layer{i}" for i in range(layers)], d, hidden=hidden, out=1).to(DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    x, of_features, of_answers = (
+        torch.randn(layers, tokens, size, generator=generator, dtype=torch.float64) for size in (d, hidden, 1)
+    )
+
+    def found(dtype):
+        network.to(dtype)
+        leaf = x.to(DEVICE, dtype).requires_grad_()
+        outputs = network.features_and_answers(leaf)
+        outer = [t.to(DEVICE, dtype) for t in (of_features, of_answers)]
+        gradients = torch.autograd.grad(outputs, [leaf, *network.parameters()], outer)
+        return [t.detach().double().cpu() for t in (*outputs, *gradients)]
+
+    told = found(torch.float32)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    plain, exact = found(torch.float32), found(torch.float64)
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_times_one_number_in_single_precision(dtype):
+    from alignattn.matching.kernels.times import times
+
+    values = torch.randn(3, 5, 777, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    by = torch.tensor(1.0 / 3.0, device=DEVICE)
+    expected = (values.float() * by).to(dtype)
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}  # the interpreter cuts off what a device rounds
+    torch.testing.assert_close(times(values, by), expected, **near)
+    assert times(values, by, values) is values
+    torch.testing.assert_close(values, expected, **near)

@@ -231,8 +231,13 @@ def _implementation(module: nn.Module) -> str | None:
     return name
 
 
+_readable: set[str | None] = set()  # names that were found so
+
+
 def _check(implementation: str | None, module: nn.Module) -> None:
     """Whether we can read the masks that are given to the functions of this name."""
+    if implementation in _readable:
+        return
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = implementation or "eager"
@@ -241,3 +246,4 @@ def _check(implementation: str | None, module: nn.Module) -> None:
             f"{type(module).__name__} uses attn_implementation={name!r}, whose masks cannot be read here. "
             "Load it with attn_implementation='sdpa' or 'eager', or call model.set_attn_implementation('sdpa') first."
         )
+    _readable.add(implementation)

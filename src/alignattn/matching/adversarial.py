@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alignattn.errors import ShapeError, checked
 from alignattn.matching.features import feature_distance
-from alignattn.matching.matcher import Matcher, NetworkConfig
+from alignattn.matching.matcher import Matcher, NetworkConfig, parted
 from alignattn.matching.networks import Discriminator, reverse_gradient
 from alignattn.matching.tokens import (
     blank_padding,
@@ -29,6 +29,8 @@ from alignattn.matching.tokens import (
     samples_with_tokens,
     zero_where_empty,
 )
+
+Pair = tuple[Tensor, Tensor]  # of queries and of keys
 
 
 def check_logits(
@@ -78,7 +80,7 @@ class AdversarialMatcher(Matcher):
     """One discriminator a layer, shared by its heads."""
 
     config: AdversarialConfig
-    separable = True
+    separable = replayable = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator]:
         config = self.config
@@ -106,22 +108,31 @@ class AdversarialMatcher(Matcher):
         key_mask: Bool[Tensor, "lb m"] | None,
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
-        by_features = self.config.matched == "features"
-        shown = (query.detach(), key.detach()) if by_features else (query, key)  # to a discriminator that learns
-        query_logits, key_logits = self.through("discriminator", names, *shown, around=reverse_gradient)
-        if self.asked:
-            accuracy = _accuracy(query_logits, key_logits, query_mask, key_mask)
-            self.tell("discriminator_accuracy", accuracy, len(query_logits))
-        value = adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
-        if not by_features:
-            return value
-        features = self.through("discriminator", names, query, key, call=_features)
+        if self.config.matched == "value":
+            logits = self.through("discriminator", names, query, key, around=reverse_gradient)
+            return self._value(*logits, query_mask, key_mask)
+        features, logits = self._features_and_logits(query, key, names)
+        value = self._value(*logits, query_mask, key_mask)
         distance = feature_distance(*features, query_mask=query_mask, key_mask=key_mask)
         return distance + (value - value.detach())  # the value's gradient goes into the discriminator alone
 
+    def _features_and_logits(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Pair, Pair]:
+        """Features that teach queries and keys alone, and logits that teach the discriminator alone."""
+        tokens, discriminator, layers = self.shown("discriminator", names, query, key)
+        if discriminator.serves_both:
+            features, logits = discriminator.features_and_answers(tokens, layers)
+        else:
+            features = discriminator.features(tokens, layers, fixed=True)
+            logits = discriminator(tokens.detach(), layers)
+        return parted(features, query, key), parted(reverse_gradient(logits), query, key)
 
-def _features(discriminator: Discriminator, tokens: Tensor, layers: Tensor | None) -> Tensor:
-    return discriminator.features(tokens, layers, fixed=True)
+    def _value(
+        self, query_logits: Tensor, key_logits: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> Float[Tensor, "lb h"]:
+        if self.asked:
+            accuracy = _accuracy(query_logits, key_logits, query_mask, key_mask)
+            self.tell("discriminator_accuracy", accuracy, len(query_logits))
+        return adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
 
 
 @torch.no_grad()

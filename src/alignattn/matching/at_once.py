@@ -14,9 +14,10 @@ from torch import Tensor
 from alignattn.matching.matcher import Matcher
 
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
-# wants few launches.
+# wants few launches, unless they are recorded and cost nothing: then little memory.
 PIECE = {"cpu": 2**19}
 LARGEST_PIECE = 2**26
+RECORDED_PIECE = 2**24
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ def differentiate(
     *,
     of_query: bool = True,
     of_key: bool = True,
+    into: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> Differentiated:
     """As `matcher(query, key, ...)` and a backward with `outer` would.
 
-    None stands for gradients that are not wanted, or do not depend on what they are of.
+    None stands for gradients that are not wanted, or do not depend on what they are of. Others are written `into`
+    tensors that are given, to be recorded.
     """
     parameters = list(matcher.parameters())
     learning = [place for place, parameter in enumerate(parameters) if parameter.requires_grad]
@@ -51,7 +54,7 @@ def differentiate(
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses = []
-    for piece in _pieces(matcher, query, key):
+    for piece in _pieces(matcher, query, key, recorded=into is not None):
         leaves = [side[:, piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[:, piece] for mask in (query_mask, key_mask)]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
@@ -65,17 +68,20 @@ def differentiate(
             arrived = iter(torch.autograd.grad(values, of, outer[:, piece].to(values), allow_unused=True))
         for side, (whole, want) in enumerate(tokens):
             if want and (gradient := next(arrived)) is not None:
-                of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, like=whole)
+                of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, whole, into and into[side])
         for place, gradient in zip(learning, arrived, strict=True):
             networks[place] = added(networks[place], gradient)
     return Differentiated(torch.cat(losses, 1), of_tokens[0], of_tokens[1], networks)
 
 
-def _with_piece(whole: Tensor | None, piece: slice, gradient: Tensor, *, like: Tensor) -> Tensor:
+def _with_piece(sofar: Tensor | None, piece: slice, gradient: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Zeros where no gradient has come."""
-    whole = torch.zeros_like(like) if whole is None else whole
-    whole[:, piece] = gradient
-    return whole
+    if sofar is None and into is None and gradient.shape == like.shape:
+        return gradient
+    if sofar is None:
+        sofar = torch.zeros_like(like) if into is None else into.zero_()
+    sofar[:, piece] = gradient
+    return sofar
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -85,10 +91,12 @@ def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
-def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[slice]:
+def _pieces(matcher: Matcher, query: Tensor, key: Tensor, *, recorded: bool) -> list[slice]:
+    """Of about one size."""
     samples = query.shape[1]
     if not matcher.is_separable():
         return [slice(0, samples)]
-    size = PIECE.get(query.device.type, LARGEST_PIECE)
+    size = RECORDED_PIECE if recorded else PIECE.get(query.device.type, LARGEST_PIECE)
     step = max(1, min(samples, size * samples // (query.numel() + key.numel())))
+    step = -(-samples // -(-samples // step))
     return [slice(start, start + step) for start in range(0, samples, step)]

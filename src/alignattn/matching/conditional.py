@@ -122,7 +122,7 @@ class ConditionalMatcher(Matcher):
     """One critic and one navigator a layer, shared by its heads."""
 
     config: ConditionalConfig
-    separable = True
+    separable = replayable = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator | Navigator]:
         hidden, out = self.config.hidden_width, self.config.feature_width

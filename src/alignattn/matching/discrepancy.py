@@ -311,7 +311,11 @@ class DiscrepancyMatcher(Matcher):
     """MMD has nothing to learn: queries and keys descend it."""
 
     config: DiscrepancyConfig
-    separable = True
+    separable = replayable = True
+
+    def is_replayable(self) -> bool:
+        """A median is sorted for, which may wait for the device."""
+        return self.config.bandwidth != "median" and super().is_replayable()
 
     def losses(
         self,

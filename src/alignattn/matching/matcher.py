@@ -61,6 +61,7 @@ class Matcher(nn.Module):
     """
 
     separable: ClassVar[bool] = False  # see is_separable
+    replayable: ClassVar[bool] = False  # see is_replayable
 
     def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -105,9 +106,20 @@ class Matcher(nn.Module):
         Said by `separable = True` in the class that defines `losses`: one that inherits it and does something else
         has not said so.
         """
+        return cls._says("separable")
+
+    def is_replayable(self) -> bool:
+        """Whether what is done to tensors of one shape is always the same, without asking the device or chance.
+
+        Said by `replayable = True`, likewise.
+        """
+        return self._says("replayable")
+
+    @classmethod
+    def _says(cls, word: str) -> bool:
         for kind in cls.__mro__:
-            if own := {"losses", "forward", "separable"} & vars(kind).keys():
-                return "separable" in own and bool(vars(kind)["separable"])
+            if own := {"losses", "forward", word} & vars(kind).keys():
+                return word in own and bool(vars(kind)[word])
         return False
 
     def tell(self, name: str, value: Tensor, problems: int) -> None:
@@ -172,14 +184,27 @@ class Matcher(nn.Module):
         call: Callable[[Any, Tensor, Tensor | None], Tensor] = lambda network, tokens, layers: network(tokens, layers),
     ) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
         """Queries and keys through one network of each layer, in one product. `call` does what is asked of it."""
+        tokens, called, layers = self.shown(network, names, query, key)
+        return parted(around(call(called, around(tokens), layers)), query, key)
+
+    def shown(
+        self, network: str, names: list[str], query: Float[Tensor, "l b h n d"], key: Float[Tensor, "l b h m d"]
+    ) -> tuple[Float[Tensor, "l t d"], Any, Tensor | None]:
+        """All tokens as a network is shown them, the network, and which of its layers."""
         width = query.shape[-1]
         bank = self.bank(names[0], width)
         layers = self._rows_of(names, width, bank, query.device)
         tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
         if not self.config.standardise:  # which bounds them already
             tokens = tokens.clamp(-FINITE_INPUT, FINITE_INPUT)
-        tokens = around(tokens)
-        features = around(call(self.banks[bank][network], tokens, layers))  # type: ignore[index]  # (l, b*h*(n+m), e)
-        parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
-        shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
-        return shaped[0], shaped[1]
+        return tokens, self.banks[bank][network], layers  # type: ignore[index]
+
+
+def parted(
+    features: Float[Tensor, "l t e"], query: Float[Tensor, "l b h n d"], key: Float[Tensor, "l b h m d"]
+) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
+    """What a network made of queries and keys together, each for itself."""
+    width = query.shape[-1]
+    parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
+    shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
+    return shaped[0], shaped[1]

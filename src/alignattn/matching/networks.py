@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from alignattn.matching import kernels
+from alignattn.matching.apart import SLOPE, WIDEST, features_and_answers
 
 
 class _ReverseGradient(torch.autograd.Function):
@@ -108,16 +109,25 @@ class Discriminator(nn.Module):
         outputs: Tensor = self.second(self.features(tokens, layers), layers)
         return outputs
 
+    @property
+    def serves_both(self) -> bool:
+        """Whether features and answers can come out of one pass: those of the plain forms take two."""
+        return self.transform is not None and self.gate is not None
+
+    def features_and_answers(
+        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None
+    ) -> tuple[Float[Tensor, "l t hidden"], Float[Tensor, "l t o"]]:
+        """What the last layer is given and what it says. The first teaches tokens alone, the second the weights."""
+        assert self.transform is not None and self.gate is not None
+        parts = (self.transform, self.gate, self.first, self.second)
+        weights = (tensor for part in parts for tensor in part.of(tokens, layers, fixed=False))
+        return features_and_answers(tokens, *weights)
+
     def features(
         self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None, *, fixed: bool = False
     ) -> Float[Tensor, "l t hidden"]:
         """What the last layer is given. With `fixed` no gradient goes into the network."""
-        if (
-            self.transform is not None
-            and self.gate is not None
-            and kernels.serve(tokens, widest=64)  # three gradients of weights must fit the registers
-            and not torch.compiler.is_compiling()
-        ):
+        if self.transform is not None and self.gate is not None and kernels.serve(tokens, widest=WIDEST):
             from alignattn.matching.kernels.highway import features
 
             parts = (self.transform, self.gate, self.first)
@@ -127,7 +137,7 @@ class Discriminator(nn.Module):
             gate = torch.sigmoid(transformed if self.gate is None else self.gate(tokens, layers, fixed=fixed))
             tokens = gate * F.relu(transformed) + (1 - gate) * tokens
         hidden = self.first(tokens, layers, fixed=fixed)
-        return F.leaky_relu(hidden, 0.01) if self.leaky else F.relu(hidden)
+        return F.leaky_relu(hidden, SLOPE) if self.leaky else F.relu(hidden)
 
 
 class Navigator(nn.Module):

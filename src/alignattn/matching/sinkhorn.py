@@ -19,6 +19,8 @@ from alignattn.matching import kernels
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import chunks_of
 
+LOOK_EVERY = 10  # iterations, whether all problems are done: to look costs an accelerator its queue
+
 
 @dataclass
 class Problems:
@@ -122,7 +124,7 @@ def _sinkhorn(
     free: the row sums of a plan are a_i exp(f_i - f_i'). A problem that is within the tolerance moves no more, so its
     result does not depend on the others in its chunk.
     """
-    look_every = 1 if problems.x.device.type == "cpu" else 10  # to look costs an accelerator its queue
+    look_every = 1 if problems.x.device.type == "cpu" else LOOK_EVERY
     traced = torch.compiler.is_compiling()  # cannot look; nothing moves once all are done
     valid = problems.log_a.isfinite()
     done = torch.zeros_like(problems.epsilon, dtype=torch.bool)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
-from alignattn.matching.sinkhorn import Problems, unrolled, with_fixed_plan
+from alignattn.matching.sinkhorn import LOOK_EVERY, Problems, unrolled, with_fixed_plan
 from alignattn.matching.tokens import (
     check_pair,
     direction,
@@ -162,7 +162,12 @@ class TransportMatcher(Matcher):
     """Optimal transport has nothing to learn: queries and keys descend the cost of the plan between them."""
 
     config: TransportConfig
-    separable = True
+    separable = replayable = True
+
+    def is_replayable(self) -> bool:
+        """With more iterations it asks the device whether all are done."""
+        few = self.config.gradient == "plan" and self.config.max_iterations <= LOOK_EVERY
+        return few and super().is_replayable()
 
     def losses(
         self,

@@ -1,6 +1,7 @@
 """The same mathematics in Triton, for accelerators. Nothing here is imported where Triton does not run.
 
-They are asked for with ALIGNATTN_KERNELS=1: they are tested in Triton's interpreter, and not yet measured on a device.
+They run on NVIDIA's from Ampere on, whose products of TF32 parts they count on. ALIGNATTN_KERNELS=0 leaves them out. On
+first use each is compiled, for some seconds; Triton keeps the result on disk.
 """
 
 import functools
@@ -21,6 +22,15 @@ def _installed() -> bool:
 
 def serve(tensor: torch.Tensor, *, widest: int = WIDEST, dtypes: tuple[torch.dtype, ...] = SINGLE) -> bool:
     """Whether kernels run for such tensors: on accelerators, in single precision or as said; interpreted on a CPU."""
-    if os.environ.get("ALIGNATTN_KERNELS") != "1" or tensor.dtype not in dtypes or tensor.shape[-1] > widest:
+    if torch.compiler.is_compiling():  # which makes kernels of its own
         return False
-    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _installed()
+    if tensor.dtype not in dtypes or tensor.shape[-1] > widest or os.environ.get("ALIGNATTN_KERNELS") == "0":
+        return False
+    if tensor.is_cuda:
+        return _installed() and _capable(tensor.device)
+    return os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("ALIGNATTN_KERNELS") == "1" and _installed()
+
+
+@functools.cache
+def _capable(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)

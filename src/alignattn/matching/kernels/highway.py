@@ -137,72 +137,58 @@ def _backward_weights(
 class _Features(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, *weights: Tensor) -> Tensor:
-        tokens, weights = tokens.contiguous(), tuple(weight.contiguous() for weight in weights)
-        layers, count, d = tokens.shape
-        hidden = weights[4].shape[-1]
-        features = tokens.new_empty(layers, count, hidden)
-        blocks = triton.cdiv(count, TILE)
-        launch(
-            _forward,
-            layers * blocks,
-            tokens,
-            *weights,
-            features,
-            count,
-            d,
-            hidden,
-            blocks,
-            SLOPE,
-            **_settings(d, hidden),
-        )
         ctx.save_for_backward(tokens, *weights)
-        return features
+        return forward(tokens, *weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *weights = ctx.saved_tensors
-        outer = gradients[0].contiguous()
-        layers, count, d = tokens.shape
-        hidden = weights[4].shape[-1]
-        settings = _settings(d, hidden)
-        of_tokens = None
-        if ctx.needs_input_grad[0]:
-            of_tokens = torch.empty_like(tokens)
-            blocks = triton.cdiv(count, TILE)
-            launch(
-                _backward_tokens,
-                layers * blocks,
-                tokens,
-                outer,
-                *weights,
-                of_tokens,
-                count,
-                d,
-                hidden,
-                blocks,
-                SLOPE,
-                **settings,
-            )
+        of_tokens = backward_tokens(tokens, gradients[0], *weights) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return of_tokens, *[None] * 6
-        programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, TILE))
-        sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
-        launch(
-            _backward_weights,
-            layers * programs,
-            tokens,
-            outer,
-            *weights,
-            *sums,
-            count,
-            d,
-            hidden,
-            programs,
-            SLOPE,
-            **settings,
-        )
-        return of_tokens, *(total.sum(1) for total in sums)
+        return of_tokens, *backward_weights(tokens, gradients[0], *weights)
+
+
+def forward(tokens: Tensor, *weights: Tensor) -> Tensor:
+    """Features [l, t, hidden] of tokens [l, t, d]; weights and biases of transform, gate and first layer in turn."""
+    layers, count, d = tokens.shape
+    hidden = weights[4].shape[-1]
+    features = tokens.new_empty(layers, count, hidden)
+    blocks = triton.cdiv(count, TILE)
+    sizes = count, d, hidden, blocks, SLOPE
+    launch(_forward, layers * blocks, *_dense(tokens, *weights), features, *sizes, **_settings(d, hidden))
+    return features
+
+
+def backward_tokens(tokens: Tensor, outer: Tensor, *weights: Tensor) -> Tensor:
+    """What tokens feel of features that feel `outer` [l, t, hidden]."""
+    layers, count, d = tokens.shape
+    hidden = weights[4].shape[-1]
+    of_tokens = tokens.new_empty(tokens.shape)
+    blocks = triton.cdiv(count, TILE)
+    sizes = count, d, hidden, blocks, SLOPE
+    launch(
+        _backward_tokens, layers * blocks, *_dense(tokens, outer, *weights), of_tokens, *sizes, **_settings(d, hidden)
+    )
+    return of_tokens
+
+
+def backward_weights(tokens: Tensor, outer: Tensor, *weights: Tensor) -> list[Tensor]:
+    """What weights and biases feel, likewise."""
+    layers, count, d = tokens.shape
+    hidden = weights[4].shape[-1]
+    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, TILE))
+    sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
+    sizes = count, d, hidden, programs, SLOPE
+    launch(
+        _backward_weights, layers * programs, *_dense(tokens, outer, *weights), *sums, *sizes, **_settings(d, hidden)
+    )
+    return [total.sum(1) for total in sums]
+
+
+def _dense(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def _settings(d: int, hidden: int) -> dict[str, Any]:

@@ -1,0 +1,219 @@
+"""A matching that is recorded once and replayed: one call of the device instead of hundreds.
+
+A training step on an accelerator waits for Python more than for arithmetic, and a matching has as many small steps as
+a model. CUDA records them, with the addresses they work on (a CUDA graph): queries and keys are copied to where the
+record reads them, and one call computes losses and gradients.
+
+A shape is recorded when it comes for the third time, at most MOST of them, and others are matched plainly, as is
+everything that a record cannot hold: figures for the logs, and methods that ask the device how to go on. All records
+work in one stretch of memory, as large as the largest needs. What a record has put out is lent until the backward has
+handed it on; whoever comes before that is matched plainly too.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignattn.devices import on_device
+from alignattn.finite import finite_layers
+from alignattn.matching.at_once import differentiate
+from alignattn.matching.matcher import Matcher
+
+BEFORE = 2  # plain matchings of a shape: what is set up or compiled for it on first use, is by then
+MOST = 8  # shapes
+ALIGNED = 256  # bytes: where tensors may begin
+
+
+class Lease:
+    """Somebody still needs what a record has put out. Given back when it is dropped."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came out, to be read before the next replay; gradients as long as the lease is held."""
+
+    weighed: Tensor  # [l]: each call's part of the total
+    finite: Tensor  # [l]
+    of_query: Tensor | None
+    of_key: Tensor | None
+    of_networks: list[Tensor | None]
+    lease: Lease
+
+
+@dataclass
+class _Record:
+    inputs: "_Inputs"
+    play: Callable[[], Any]
+    put_out: tuple[Tensor, Tensor, Tensor | None, Tensor | None, list[Tensor | None]]
+
+
+@dataclass
+class _Inputs:
+    """Where a record reads. Masks that all calls share are read as one."""
+
+    query: Tensor  # [l, b, h, n, d]
+    key: Tensor
+    query_mask: Tensor | None  # [l, b, n]
+    key_mask: Tensor | None
+    outer: Tensor  # [l, b, h]: what problems count in the value
+    acting: Tensor  # [l, b, h]: and in the gradient
+
+
+Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]
+
+
+class Replays:
+    """The records of one matcher. `recorder` is given some work and gives what does it again, and what it puts out."""
+
+    def __init__(self, matcher: Matcher, recorder: Recorder | None = None) -> None:
+        self._matcher = matcher
+        self._recorder = recorder
+        self._seen: Counter[Any] = Counter()
+        self._records: dict[Any, _Record] = {}
+        self._memory: Tensor | None = None
+        self._lent: weakref.ref[Lease] | None = None
+        self._pool: Any = None
+        self.refused = False  # recording failed: there is no second try
+
+    def serve(self, tensor: Tensor) -> bool:
+        """Whether anything of this kind is recorded at all."""
+        if self.refused or self._matcher.asked or not self._matcher.is_replayable():
+            return False
+        if self._recorder is not None:
+            return True
+        return tensor.is_cuda and torch.version.cuda is not None and not torch.cuda.is_current_stream_capturing()
+
+    def match(
+        self,
+        queries: list[Tensor],
+        keys: list[Tensor],
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        names: list[str],
+        outer: Tensor,
+        acting: Tensor,
+        *,
+        of_query: bool,
+        of_key: bool,
+    ) -> Replayed | None:
+        """The matching of these calls, all of one shape; None where it is to be done plainly."""
+        alike = key_mask is query_mask
+        what = (
+            tuple(names), queries[0].shape, keys[0].shape, queries[0].dtype, keys[0].dtype, queries[0].device,
+            query_mask is None or query_mask.stride(0), key_mask is None or key_mask.stride(0), alike, of_query, of_key,
+            tuple((p.data_ptr(), p.requires_grad) for p in self._matcher.parameters()),
+            torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        if self._lent is not None and self._lent() is not None:
+            return None
+        if what not in self._records:
+            self._seen[what] += 1
+            if self._seen[what] <= BEFORE or len(self._records) >= MOST:
+                return None
+        with torch.no_grad(), on_device(queries[0].device):
+            record = self._records.get(what)
+            if record is None:
+                given = (queries, keys, query_mask, key_mask, outer, acting)
+                record = self._recorded(given, names, alike=alike, of_query=of_query, of_key=of_key)
+                if record is None:
+                    return None
+                self._records[what] = record
+            inputs = record.inputs
+            torch.stack(queries, out=inputs.query)
+            torch.stack(keys, out=inputs.key)
+            _copy_mask(inputs.query_mask, query_mask)
+            if not alike:
+                _copy_mask(inputs.key_mask, key_mask)
+            inputs.outer.copy_(outer)
+            inputs.acting.copy_(acting)
+            record.play()
+        lease = Lease()
+        self._lent = weakref.ref(lease)
+        return Replayed(*record.put_out, lease)
+
+    def _recorded(self, given: Any, names: list[str], *, alike: bool, of_query: bool, of_key: bool) -> _Record | None:
+        queries, keys, query_mask, key_mask, outer, acting = given
+        shapes = [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)]
+        wanted = [shape for shape, want in zip(shapes, (of_query, of_key), strict=True) if want]
+        places = self._carved([*shapes, *wanted], queries[0].device)
+        into = iter(places[2:])
+        into_query, into_key = (next(into) if want else None for want in (of_query, of_key))
+        masks = [_like_mask(query_mask), _like_mask(key_mask)]
+        masks[1] = masks[0] if alike else masks[1]
+        inputs = _Inputs(
+            places[0], places[1], masks[0], masks[1], torch.empty_like(outer).copy_(outer), torch.empty_like(acting)
+        )
+        # Something to work on while it is recorded, that nothing can go wrong with.
+        places[0].normal_()
+        places[1].normal_()
+        inputs.acting.copy_(acting)
+        matcher = self._matcher
+
+        def work() -> Any:
+            found = differentiate(
+                matcher, inputs.query, inputs.key, inputs.query_mask, inputs.key_mask, names, inputs.acting,
+                of_query=of_query, of_key=of_key, into=(into_query, into_key),
+            )  # fmt: skip
+            weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
+            counted = [matcher.counted(mask) for mask in (inputs.query_mask, inputs.key_mask)]
+            finite = finite_layers(inputs.query, inputs.key, *counted)
+            return weighed, finite, found.query, found.key, found.networks
+
+        try:
+            play, put_out = self._record(work)
+        except RuntimeError:  # something asked the device, or there is no memory for it
+            self.refused = True
+            self.forget()
+            return None
+        return _Record(inputs, play, put_out)
+
+    def _carved(self, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
+        """Tensors in the one stretch of memory. If they need a larger one, records of the old are given up."""
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + size) // ALIGNED) * ALIGNED)
+        if self._memory is None or self._memory.numel() < starts[-1] or self._memory.device != device:
+            self.forget()
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        memory = self._memory
+        return [
+            memory[start : start + size].view(dtype).view(shape)
+            for start, size, (shape, dtype) in zip(starts[:-1], sizes, wanted, strict=True)
+        ]
+
+    def _record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
+        if self._recorder is not None:
+            return self._recorder(work)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, a data loader's for one, may go on as they like.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            put_out = work()
+        return graph.replay, put_out
+
+    def forget(self) -> None:
+        """Leave no record and no memory behind."""
+        self._records.clear()
+        self._memory = self._pool = None
+
+
+def _like_mask(mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    return mask[:1].clone().expand(mask.shape) if mask.stride(0) == 0 else mask.clone()
+
+
+def _copy_mask(to: Tensor | None, mask: Tensor | None) -> None:
+    if to is None or mask is None:
+        return
+    if to.stride(0) == 0:
+        to[0].copy_(mask[0])
+    else:
+        to.copy_(mask)

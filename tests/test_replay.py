@@ -1,0 +1,177 @@
+"""Matching by records: on a CPU they are made by doing the work again, on an accelerator by CUDA (test_cuda.py)."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import alignattn
+from alignattn import replay
+
+CONFIG = transformers.BertConfig(
+    vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32, num_labels=2,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+
+
+class Recorder:
+    """Does the work again, over what it has put out before, as a record on a device does."""
+
+    def __init__(self, *, fails=False):
+        self.fails = fails
+        self.records = self.played = 0
+
+    def __call__(self, work):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.records += 1
+        put_out = work()
+
+        def play():
+            self.played += 1
+            _over(put_out, work())
+
+        return play, put_out
+
+
+def _over(old, new):
+    for before, after in zip(old, new, strict=True):
+        if isinstance(before, list):
+            _over(before, after)
+        elif before is not None and before is not after:
+            before.copy_(after)
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return transformers.BertForSequenceClassification(CONFIG).train()
+
+
+def batch(number, samples=3, tokens=7):
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(1, 60, (samples, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, tokens - 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(samples) % 2}
+
+
+def trained(method, recorder, steps=14, tokens=lambda step: 7, **options):
+    model = model_of()
+    alignment = alignattn.align(model, method, **options)
+    alignment.objective.recorder = recorder if recorder is not None else Recorder(fails=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for step in range(steps):
+        loss = model(**batch(step, tokens=tokens(step))).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def assert_alike(one, other):
+    for (name, expected), (_, found) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
+def test_training_by_records_is_training(method):
+    recorder = Recorder()
+    plain, expected = trained(method, None)
+    replayed, losses = trained(method, recorder)
+    assert recorder.records == 3  # one a layer: on a CPU they are not stacked
+    assert recorder.played == 3 * (14 - 2 - 2)  # but for two looks, and two times before
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert_alike(plain, replayed)
+
+
+def test_a_larger_shape_begins_anew_and_a_smaller_one_shares_the_memory():
+    recorder = Recorder()
+    lengths = [5] * 4 + [9] * 4 + [6] * 4 + [9, 5, 6, 9, 5, 6]
+    plain, expected = trained("mmd", None, steps=len(lengths), tokens=lengths.__getitem__, weight=0.5)
+    replayed, losses = trained("mmd", recorder, steps=len(lengths), tokens=lengths.__getitem__, weight=0.5)
+    assert recorder.records > 3 * 3
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert_alike(plain, replayed)
+
+
+@pytest.mark.parametrize("how", ["two forwards", "kept graph", "frozen queries", "scaled"])
+def test_what_is_lent_is_not_written_over(how):
+    gradients = []
+    for recorder in (Recorder(fails=True), Recorder()):
+        model = model_of()
+        alignment = alignattn.align(model, "mmd", weight=0.5, recentre=False)
+        alignment.objective.recorder = recorder
+        if how == "frozen queries":
+            for layer in model.bert.encoder.layer:
+                layer.attention.self.query.requires_grad_(False)
+            model.bert.embeddings.requires_grad_(False)
+        for step in range(5):
+            model.zero_grad()
+            loss = model(**batch(step)).loss
+            if how == "two forwards":
+                loss = loss + 2 * model(**batch(100 + step)).loss
+            if how == "kept graph":
+                loss.backward(retain_graph=True)
+                model(**batch(100 + step)).loss.backward()
+            (loss * 3 if how == "scaled" else loss).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        assert recorder.fails or recorder.played
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_where_recording_fails_it_is_tried_once():
+    class Counting(Recorder):
+        asked = 0
+
+        def __call__(self, work):
+            self.asked += 1
+            return super().__call__(work)
+
+    recorder = Counting(fails=True)
+    trained("mmd", recorder, steps=8)
+    assert recorder.asked == 3  # once a layer
+
+
+def test_leaves_and_methods_that_look_are_matched_plainly():
+    recorder = Recorder()
+    trained("ot", recorder, steps=6, max_iterations=50)
+    trained("mmd", recorder, steps=6, bandwidth="median")
+    assert recorder.records == 0
+    alignment = alignattn.Alignment("mmd", weight=0.5)
+    alignment.objective.recorder = recorder
+    query, key = (torch.randn(2, 2, 5, 4, requires_grad=True) for _ in range(2))
+    for _ in range(6):
+        alignment.record(query, key)
+        alignment.loss().backward()
+    assert recorder.records == 0
+
+
+def test_a_copied_alignment_and_a_detached_one_leave_nothing_behind():
+    recorder = Recorder()
+    model = model_of()
+    alignment = alignattn.align(model, "mmd", weight=0.5)
+    alignment.objective.recorder = recorder
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(5):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+    assert recorder.played
+    alignment.detach()
+    assert not alignment.objective._replays
+    assert not any("alignattn" in name for name in copy.deepcopy(model).state_dict())
+
+
+def test_masks_that_differ_from_layer_to_layer_are_copied_one_by_one():
+    mask = torch.tensor([[[True, True, False]], [[True, False, False]]])  # (l, b, n)
+    own = replay._like_mask(mask)
+    replay._copy_mask(own, ~mask)
+    assert torch.equal(own, ~mask)
+    shared = mask[0].expand(2, 1, 3)
+    own = replay._like_mask(shared)
+    assert own.stride(0) == 0
+    replay._copy_mask(own, ~shared)
+    assert torch.equal(own, ~shared)

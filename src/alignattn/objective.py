@@ -147,8 +147,7 @@ class Objective:
         values, leases = [], []
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
         for number, stack in enumerate(self._stacks(rows, shares)):
-            unwatched = not watchers and balance is None
-            found = self._replayed(number, stack, records, scale) if unwatched else None
+            found = self._replayed(number, stack, records, watchers, scale)
             found = self._plainly(stack, watchers, scale) if found is None else found
             values.append(found.values.sum())
             leases.append(found.lease)
@@ -175,7 +174,9 @@ class Objective:
         """Give back what they hold in memory."""
         self._replays.clear()
 
-    def _replayed(self, number: int, stack: _Stack, records: list[QueryKey], scale: float) -> _Together | None:
+    def _replayed(
+        self, number: int, stack: _Stack, records: list[QueryKey], watchers: Watchers, scale: float
+    ) -> _Together | None:
         """By a record of this matching, where there is one. Leaves would keep what is lent to them as their own."""
         if len(self._replays) <= number:
             self._replays.append(Replays(self.matcher, self.recorder))
@@ -192,12 +193,15 @@ class Objective:
             stack.names,
             stack.outer,
             self._acting(stack) * scale,
+            lambda query, key: self._show(stack, query, key, watchers),
             of_query=of_query,
             of_key=of_key,
         )
         if found is None:
             return None
         self.finite.submit(stack.names, found.finite)
+        for name, value, count in found.told:
+            self.matcher.tell(name, value.clone(), count)
         return _Together(found.weighed.clone(), found.of_query, found.of_key, found.of_networks, found.lease)
 
     def _is_matched_whole(self, record: QueryKey) -> bool:
@@ -207,11 +211,14 @@ class Objective:
     def _plainly(self, stack: _Stack, watchers: Watchers, scale: float) -> _Together:
         with torch.no_grad():
             query, key = stack.query, stack.key
-        self._show(stack, query, key, watchers)
+        self._show(stack, query, key, (self.finite, *watchers))
         of_query, of_key = stack.wants()
         masks = stack.query_mask, stack.key_mask
         acting = self._acting(stack) * scale
-        found = differentiate(self.matcher, query, key, *masks, stack.names, acting, of_query=of_query, of_key=of_key)
+        in_place = len(stack.places) > 1  # they were copied together, for us alone
+        found = differentiate(
+            self.matcher, query, key, *masks, stack.names, acting, of_query=of_query, of_key=of_key, in_place=in_place
+        )
         values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
         return _Together(values, found.query, found.key, found.networks)
 
@@ -246,7 +253,7 @@ class Objective:
         found: dict[int, Tensor] = {}
         for stack in self._stacks(rows, shares):
             query, key = stack.query, stack.key
-            self._show(stack, query, key, watchers)
+            self._show(stack, query, key, (self.finite, *watchers))
             losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]
@@ -302,7 +309,7 @@ class Objective:
 
     def _show(self, stack: _Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
         masks = self.matcher.counted(stack.query_mask), self.matcher.counted(stack.key_mask)
-        for watcher in (self.finite, *watchers):
+        for watcher in watchers:
             watcher.watch(stack.names, query.detach(), key.detach(), *masks)
 
 

@@ -4,10 +4,10 @@ A training step on an accelerator waits for Python more than for arithmetic, and
 a model. CUDA records them, with the addresses they work on (a CUDA graph): queries and keys are copied to where the
 record reads them, and one call computes losses and gradients.
 
-A shape is recorded when it comes for the third time, at most MOST of them, and others are matched plainly, as is
-everything that a record cannot hold: figures for the logs, and methods that ask the device how to go on. All records
-work in one stretch of memory, as large as the largest needs. What a record has put out is lent until the backward has
-handed it on; whoever comes before that is matched plainly too.
+A shape is recorded when it comes for the third time, at most MOST of them. Others are matched plainly, and so are
+methods that ask the device how to go on. All records work in one stretch of memory, as large as the queries and keys of
+the largest: gradients are written over them, and lent until the backward has handed them on. Whoever comes before that
+is matched plainly too.
 """
 
 import weakref
@@ -29,6 +29,9 @@ MOST = 8  # shapes
 ALIGNED = 256  # bytes: where tensors may begin
 
 
+Told = list[tuple[str, Tensor, int]]
+
+
 class Lease:
     """Somebody still needs what a record has put out. Given back when it is dropped."""
 
@@ -39,6 +42,7 @@ class Replayed:
 
     weighed: Tensor  # [l]: each call's part of the total
     finite: Tensor  # [l]
+    told: Told  # figures for the logs
     of_query: Tensor | None
     of_key: Tensor | None
     of_networks: list[Tensor | None]
@@ -49,7 +53,7 @@ class Replayed:
 class _Record:
     inputs: "_Inputs"
     play: Callable[[], Any]
-    put_out: tuple[Tensor, Tensor, Tensor | None, Tensor | None, list[Tensor | None]]
+    put_out: tuple[Tensor, Tensor, Told, Tensor | None, Tensor | None, list[Tensor | None]]
 
 
 @dataclass
@@ -65,6 +69,7 @@ class _Inputs:
 
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]
+Show = Callable[[Tensor, Tensor], None]  # is given all queries and keys, before they are written over
 
 
 class Replays:
@@ -78,11 +83,11 @@ class Replays:
         self._memory: Tensor | None = None
         self._lent: weakref.ref[Lease] | None = None
         self._pool: Any = None
-        self.refused = False  # recording failed: there is no second try
+        self.refused, self.reason = False, ""  # recording failed: there is no second try
 
     def serve(self, tensor: Tensor) -> bool:
         """Whether anything of this kind is recorded at all."""
-        if self.refused or self._matcher.asked or not self._matcher.is_replayable():
+        if self.refused or not self._matcher.is_replayable():
             return False
         if self._recorder is not None:
             return True
@@ -97,6 +102,7 @@ class Replays:
         names: list[str],
         outer: Tensor,
         acting: Tensor,
+        show: Show,
         *,
         of_query: bool,
         of_key: bool,
@@ -106,6 +112,7 @@ class Replays:
         what = (
             tuple(names), queries[0].shape, keys[0].shape, queries[0].dtype, keys[0].dtype, queries[0].device,
             query_mask is None or query_mask.stride(0), key_mask is None or key_mask.stride(0), alike, of_query, of_key,
+            self._matcher.asked,
             tuple((p.data_ptr(), p.requires_grad) for p in self._matcher.parameters()),
             torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
@@ -131,6 +138,7 @@ class Replays:
                 _copy_mask(inputs.key_mask, key_mask)
             inputs.outer.copy_(outer)
             inputs.acting.copy_(acting)
+            show(inputs.query, inputs.key)
             record.play()
         lease = Lease()
         self._lent = weakref.ref(lease)
@@ -138,36 +146,35 @@ class Replays:
 
     def _recorded(self, given: Any, names: list[str], *, alike: bool, of_query: bool, of_key: bool) -> _Record | None:
         queries, keys, query_mask, key_mask, outer, acting = given
-        shapes = [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)]
-        wanted = [shape for shape, want in zip(shapes, (of_query, of_key), strict=True) if want]
-        places = self._carved([*shapes, *wanted], queries[0].device)
-        into = iter(places[2:])
-        into_query, into_key = (next(into) if want else None for want in (of_query, of_key))
+        places = self._carved(
+            [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)], keys[0].device
+        )
         masks = [_like_mask(query_mask), _like_mask(key_mask)]
         masks[1] = masks[0] if alike else masks[1]
-        inputs = _Inputs(
-            places[0], places[1], masks[0], masks[1], torch.empty_like(outer).copy_(outer), torch.empty_like(acting)
-        )
-        # Something to work on while it is recorded, that nothing can go wrong with.
-        places[0].normal_()
-        places[1].normal_()
-        inputs.acting.copy_(acting)
+        inputs = _Inputs(places[0], places[1], masks[0], masks[1], outer.clone(), acting.clone())
         matcher = self._matcher
 
         def work() -> Any:
-            found = differentiate(
-                matcher, inputs.query, inputs.key, inputs.query_mask, inputs.key_mask, names, inputs.acting,
-                of_query=of_query, of_key=of_key, into=(into_query, into_key),
-            )  # fmt: skip
-            weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
+            before = matcher.taken_back()
             counted = [matcher.counted(mask) for mask in (inputs.query_mask, inputs.key_mask)]
             finite = finite_layers(inputs.query, inputs.key, *counted)
-            return weighed, finite, found.query, found.key, found.networks
+            found = differentiate(
+                matcher, inputs.query, inputs.key, inputs.query_mask, inputs.key_mask, names, inputs.acting,
+                of_query=of_query, of_key=of_key, in_place=True,
+            )  # fmt: skip
+            weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
+            told = matcher.taken_back()
+            for one in before:
+                matcher.tell(*one)
+            return weighed, finite, told, found.query, found.key, found.networks
 
         try:
+            for place in places:  # something to work on that nothing can go wrong with
+                place.normal_()
+            work()  # kernels that are compiled on first use cannot be while they are recorded
             play, put_out = self._record(work)
-        except RuntimeError:  # something asked the device, or there is no memory for it
-            self.refused = True
+        except RuntimeError as error:  # something asked the device, or there is no memory for it
+            self.refused, self.reason = True, str(error)
             self.forget()
             return None
         return _Record(inputs, play, put_out)
@@ -193,9 +200,15 @@ class Replays:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, a data loader's for one, may go on as they like.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            put_out = work()
+        try:
+            # Other threads, a data loader's for one, may go on as they like.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                put_out = work()
+        except RuntimeError:
+            # Torch leaves its random numbers in the state of one who records, and takes them back at the next end.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                torch.zeros(1, device=torch.cuda.current_device())
+            raise
         return graph.replay, put_out
 
     def forget(self) -> None:

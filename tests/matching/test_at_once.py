@@ -34,7 +34,7 @@ def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, monke
     monkeypatch.setitem(at_once.PIECE, "cpu", size)
     matcher = matcher_of(method, preset)
     query, key, query_mask, key_mask, outer = problems()
-    pieces = at_once._pieces(matcher, query, key, recorded=False)
+    pieces = at_once._pieces(matcher, query, key)
     assert len(pieces) == {1: SAMPLES, 2**30: 1}.get(size, 3)
 
     leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]

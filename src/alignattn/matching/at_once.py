@@ -5,19 +5,20 @@ the model's own backward: what a piece needs in memory is free before the next b
 cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.func import functional_call
 
 from alignattn.matching.matcher import Matcher
 
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
-# wants few launches, unless they are recorded and cost nothing: then little memory.
+# wants few launches, and little memory beside the model's.
 PIECE = {"cpu": 2**19}
-LARGEST_PIECE = 2**26
-RECORDED_PIECE = 2**24
+LARGEST_PIECE = 2**24
 
 
 @dataclass(frozen=True)
@@ -41,45 +42,58 @@ def differentiate(
     *,
     of_query: bool = True,
     of_key: bool = True,
-    into: tuple[Tensor | None, Tensor | None] | None = None,
+    in_place: bool = False,
 ) -> Differentiated:
     """As `matcher(query, key, ...)` and a backward with `outer` would.
 
-    None stands for gradients that are not wanted, or do not depend on what they are of. Others are written `into`
-    tensors that are given, to be recorded.
+    None stands for gradients that are not wanted, or do not depend on what they are of. `in_place`: nobody needs the
+    queries and keys any more, and their gradients are written over them.
     """
-    parameters = list(matcher.parameters())
-    learning = [place for place, parameter in enumerate(parameters) if parameter.requires_grad]
-    networks: list[Tensor | None] = [None] * len(parameters)
+    own = list(matcher.named_parameters())
+    # Not the parameters themselves: what autograd keeps for those belongs to a stream, and may be the user's.
+    parameters = {name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in own}
+    learning = [place for place, (_, parameter) in enumerate(own) if parameter.requires_grad]
+    networks: list[Tensor | None] = [None] * len(own)
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses = []
-    for piece in _pieces(matcher, query, key, recorded=into is not None):
+    for piece in _pieces(matcher, query, key):
         leaves = [side[:, piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[:, piece] for mask in (query_mask, key_mask)]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         # The backward too: a user's autocast would take its products to half precision.
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-            values: Tensor = matcher(leaves[0], leaves[1], masks[0], masks[1], names)
+            given = (leaves[0], leaves[1], masks[0], masks[1], names)
+            values: Tensor = functional_call(matcher, parameters, given) if own else matcher(*given)
             losses.append(values.detach())
-            if not values.requires_grad:
-                continue
-            of = [*(leaf for leaf in leaves if leaf.requires_grad), *(parameters[place] for place in learning)]
-            arrived = iter(torch.autograd.grad(values, of, outer[:, piece].to(values), allow_unused=True))
+            chosen = [parameters[own[place][0]] for place in learning]
+            of = [*(leaf for leaf in leaves if leaf.requires_grad), *chosen]
+            arrived = iter(_gradients(values, of, outer[:, piece]))
         for side, (whole, want) in enumerate(tokens):
-            if want and (gradient := next(arrived)) is not None:
-                of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, whole, into and into[side])
+            gradient = next(arrived) if want else None
+            if gradient is not None:
+                of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, like=whole, in_place=in_place)
+            elif want and in_place:
+                whole[:, piece] = 0.0
         for place, gradient in zip(learning, arrived, strict=True):
             networks[place] = added(networks[place], gradient)
     return Differentiated(torch.cat(losses, 1), of_tokens[0], of_tokens[1], networks)
 
 
-def _with_piece(sofar: Tensor | None, piece: slice, gradient: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
+def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tensor | None]:
+    if not values.requires_grad:
+        return [None] * len(of)
+    return torch.autograd.grad(values, of, outer.to(values), allow_unused=True)
+
+
+def _with_piece(sofar: Tensor | None, piece: slice, gradient: Tensor, *, like: Tensor, in_place: bool) -> Tensor:
     """Zeros where no gradient has come."""
-    if sofar is None and into is None and gradient.shape == like.shape:
+    if in_place:
+        like[:, piece] = gradient
+        return like
+    if sofar is None and gradient.shape == like.shape:
         return gradient
-    if sofar is None:
-        sofar = torch.zeros_like(like) if into is None else into.zero_()
+    sofar = torch.zeros_like(like) if sofar is None else sofar
     sofar[:, piece] = gradient
     return sofar
 
@@ -91,12 +105,12 @@ def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
-def _pieces(matcher: Matcher, query: Tensor, key: Tensor, *, recorded: bool) -> list[slice]:
+def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[slice]:
     """Of about one size."""
     samples = query.shape[1]
     if not matcher.is_separable():
         return [slice(0, samples)]
-    size = RECORDED_PIECE if recorded else PIECE.get(query.device.type, LARGEST_PIECE)
+    size = PIECE.get(query.device.type, LARGEST_PIECE)
     step = max(1, min(samples, size * samples // (query.numel() + key.numel())))
     step = -(-samples // -(-samples // step))
     return [slice(start, start + step) for start in range(0, samples, step)]

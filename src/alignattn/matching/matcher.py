@@ -126,6 +126,11 @@ class Matcher(nn.Module):
         """A figure for the logs, the mean over so many problems."""
         self._told.setdefault(name, []).append((value, problems))
 
+    def taken_back(self) -> list[tuple[str, Tensor, int]]:
+        """What was told since the last time, as it was told; nothing of it has been told then."""
+        told, self._told = self._told, {}
+        return [(name, value, count) for name, parts in told.items() for value, count in parts]
+
     def figures(self) -> dict[str, Tensor]:
         """What was told since the last time, over all problems."""
         told, self._told = self._told, {}

@@ -195,3 +195,23 @@ def test_features_and_answers_of_fixed_weights_and_of_fixed_tokens():
     (through_features,) = torch.autograd.grad(features.sum() + answers.sum(), tokens)
     (expected,) = torch.autograd.grad(network.features(tokens).sum(), tokens)
     torch.testing.assert_close(through_features, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 24, 97])
+def test_products_over_tokens_in_parts_are_those_of_the_whole(tokens, monkeypatch):
+    from alignattn.matching import linear
+
+    x, y = torch.randn(3, tokens, 5, dtype=torch.float64), torch.randn(3, tokens, 2, dtype=torch.float64)
+    parts = linear._parts(3, tokens)
+    assert tokens % parts == 0 and 1 <= parts <= 512 // 3
+    cut = [t.reshape(3 * parts, tokens // parts, -1) for t in (x, y)]
+    found = (cut[0].mT @ cut[1]).unflatten(0, (3, parts)).sum(1)
+    torch.testing.assert_close(found, torch.einsum("lti,lto->lio", x, y))
+    torch.testing.assert_close(linear.over_tokens(x, y), found)
+
+
+def test_the_gradient_of_a_layered_linear_map_is_written_out_right():
+    from alignattn.matching import linear
+
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 3), (2, 3, 4), (2, 1, 4))]
+    torch.autograd.gradcheck(linear._Linear.apply, given)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching import kernels
+from alignattn.matching.linear import over_tokens
 
 SLOPE = 0.01
 WIDEST = 64  # of kernels: three gradients of weights must fit the registers
@@ -69,7 +70,7 @@ class _Apart(torch.autograd.Function):
             if through is not None:
                 of_weights[:6] = _to_weights(tokens, features, through, weights, kept)
         if learns:
-            of_weights[6:] = features.mT @ of_answers, of_answers.sum(1, keepdim=True)
+            of_weights[6:] = over_tokens(features, of_answers), of_answers.sum(1, keepdim=True)
         return of_tokens, *of_weights
 
 
@@ -112,4 +113,4 @@ def _to_weights(
 ) -> list[Tensor]:
     of_first, _, of_gate, of_transform = _at_highway(features, outer, weights[4], kept)
     pairs = ((x, of_transform), (x, of_gate), (kept[2], of_first))
-    return [g for given, of in pairs for g in (given.mT @ of, of.sum(1, keepdim=True))]
+    return [g for given, of in pairs for g in (over_tokens(given, of), of.sum(1, keepdim=True))]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from alignattn.matching import kernels
 from alignattn.matching.apart import SLOPE, WIDEST, features_and_answers
+from alignattn.matching.linear import linear
 
 
 class _ReverseGradient(torch.autograd.Function):
@@ -67,8 +68,7 @@ class LayeredLinear(nn.Module):
         self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool = False
     ) -> Float[Tensor, "l t o"]:
         """`layers` says whose weights serve which slice; None when it is all of them in order. `fixed`: no gradient."""
-        weight, bias = self.of(tokens, layers, fixed=fixed)
-        return torch.baddbmm(bias, tokens, weight)
+        return linear(tokens, *self.of(tokens, layers, fixed=fixed))
 
     def of(
         self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool

@@ -37,6 +37,17 @@ class Problems:
     def __getitem__(self, part: slice) -> "Problems":
         return Problems(*(tensor[part] for tensor in self.tensors()))
 
+    def of_queries(self) -> "Problems":
+        """Of the queries with themselves."""
+        return self._of_one(self.x, self.alpha, self.log_a)
+
+    def of_keys(self) -> "Problems":
+        """Of the keys with themselves."""
+        return self._of_one(self.y, self.beta, self.log_b)
+
+    def _of_one(self, tokens: Tensor, own: Tensor, log_marginal: Tensor) -> "Problems":
+        return Problems(tokens, tokens, own, own, log_marginal, log_marginal, torch.ones_like(self.epsilon))
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.x, self.y, self.alpha, self.beta, self.log_a, self.log_b, self.epsilon
 

@@ -90,24 +90,42 @@ def optimal_transport(
 ) -> TransportResult:
     """Entropic transport of queries [b, h, n, d] onto keys [b, h, m, d], each problem for itself."""
     check_settings(cost, epsilon, max_iterations, tolerance, gradient)
-    samples, heads = query.shape[:2]
+    problems, alive = _prepared(cost, query, key, query_mask, key_mask)
+    settings = (epsilon, relative_epsilon, max_iterations, tolerance, gradient)
+    return _solved(problems, alive, query.shape[1], *settings)
+
+
+def _prepared(
+    cost: str, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Problems, Bool[Tensor, " b"] | None]:
+    """The problems of all heads in one axis, and which samples have tokens on both sides."""
     alive = samples_with_tokens(query_mask, key_mask)
     query_mask, key_mask, (query, key) = without_empty(query_mask, key_mask, (query, True), (key, False))
-    problems = _inner_product_form(cost, query, key, query_mask, key_mask)
+    return _inner_product_form(cost, query, key, query_mask, key_mask), alive
+
+
+def _solved(
+    problems: Problems,
+    alive: Bool[Tensor, " b"] | None,
+    heads: int,
+    epsilon: float,
+    relative_epsilon: bool,
+    max_iterations: int,
+    tolerance: float,
+    gradient: str,
+) -> TransportResult:
     if relative_epsilon:
         problems.epsilon = _relative(problems, epsilon)
     else:
         problems.epsilon.fill_(epsilon)
     solve = unrolled if gradient == "unrolled" else with_fixed_plan
-    values, regularised, error, iterations = (
-        t.view(samples, heads) for t in solve(problems, max_iterations, tolerance)
-    )
+    values, regularised, error, iterations = (t.view(-1, heads) for t in solve(problems, max_iterations, tolerance))
     return TransportResult(
         cost=zero_where_empty(values, alive),
         regularised=zero_where_empty(regularised, alive),
         marginal_error=zero_where_empty(error, alive),
         iterations=iterations,
-        epsilon=problems.epsilon.view(samples, heads),
+        epsilon=problems.epsilon.view(-1, heads),
     )
 
 
@@ -121,7 +139,7 @@ def _inner_product_form(
     log_a, log_b = (_log_uniform(t, m) for t, m in ((query, query_mask), (key, key_mask)))
     if cost == "cosine":
         x, y = direction(query), direction(key)
-        alpha, beta = torch.ones_like(log_a), torch.zeros_like(log_b)
+        alpha, beta = torch.full_like(log_a, 0.5), torch.full_like(log_b, 0.5)
     else:
         scale = 1 / math.sqrt(query.shape[-1]) if cost == "sqeuclidean" else 1.0
         # Distances know no origin: around the common mean the products are small, and so is their rounding.
@@ -177,24 +195,15 @@ class TransportMatcher(Matcher):
         key_mask: Bool[Tensor, "lb m"] | None,
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
-        sides = {"q": (query.flatten(0, 1), query_mask), "k": (key.flatten(0, 1), key_mask)}
+        config = self.config
+        heads = query.shape[2]
+        problems, alive = _prepared(config.cost, query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask)
 
-        def solve(first: str, second: str) -> TransportResult:
-            (query, query_mask), (key, key_mask) = sides[first], sides[second]
-            config = self.config
-            return optimal_transport(
-                query,
-                key,
-                cost=config.cost,
-                epsilon=config.epsilon,
-                relative_epsilon=config.relative_epsilon,
-                max_iterations=config.max_iterations,
-                tolerance=config.tolerance,
-                gradient=config.gradient,
-                query_mask=query_mask,
-                key_mask=key_mask,
-            )
+        def solve(some: Problems) -> TransportResult:
+            settings = (config.epsilon, config.relative_epsilon, config.max_iterations, config.tolerance)
+            return _solved(some, alive, heads, *settings, config.gradient)
 
-        if not self.config.debiased:
-            return solve("q", "k").cost
-        return solve("q", "k").regularised - (solve("q", "q").regularised + solve("k", "k").regularised) / 2
+        if not config.debiased:
+            return solve(problems).cost
+        own = solve(problems.of_queries()).regularised + solve(problems.of_keys()).regularised
+        return solve(problems).regularised - own / 2

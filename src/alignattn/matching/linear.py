@@ -31,8 +31,8 @@ def over_tokens(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"]) -> Float[T
     if parts == 1:
         return x.mT @ y
     x, y = (t.reshape(layers * parts, tokens // parts, -1) for t in (x, y))
-    products: Tensor = x.mT @ y
-    return products.unflatten(0, (layers, parts)).sum(1)
+    summed: Tensor = (x.mT @ y).unflatten(0, (layers, parts)).sum(1)
+    return summed
 
 
 def _parts(layers: int, tokens: int) -> int:

@@ -74,6 +74,19 @@ def blank_padding(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | 
     return tokens if mask is None else tokens.masked_fill(~mask[:, None, :, None], 0.0)
 
 
+def cleared(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b h n d"]:
+    """What blank_padding gives, a tensor of its own that may be written into, and of which autograd knows nothing.
+
+    Bits are cleared, which stops NaN as well: masked_fill was measured at seven times that on a CPU.
+    """
+    double = tokens.dtype == torch.float64
+    dtype, bits = (torch.float64, torch.int64) if double else (torch.float32, torch.int32)
+    tokens = tokens.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if mask is not None:
+        tokens.view(bits).bitwise_and_(-mask[:, None, :, None].to(bits))  # all bits, or none
+    return tokens
+
+
 def told_apart(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """The second, as a tensor of its own where code is compiled: one that is given twice cannot be traced."""
     return other.view_as(other) if other is not None and other is one and torch.compiler.is_compiling() else other

@@ -142,10 +142,16 @@ def direction(tokens: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     having no direction, instead of a gradient of 1/|x|. Vectors longer than one are first divided by their largest
     entry, which changes no direction and keeps the square finite.
     """
+    return unit_and_length(tokens)[0]
+
+
+def unit_and_length(tokens: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b 1"]]:
+    """The direction, and |x| as it is counted there."""
     scale = tokens.detach().abs().amax(-1, keepdim=True).clamp_min(1.0)
     tokens = tokens / scale
     guard = 8 * torch.finfo(tokens.dtype).eps
-    return tokens * torch.rsqrt(tokens.square().sum(-1, keepdim=True) + guard / scale.square())
+    inverse = torch.rsqrt(tokens.square().sum(-1, keepdim=True) + guard / scale.square())
+    return tokens * inverse, scale / inverse
 
 
 def chunks_of(problems: int, elements_per_problem: int, device: torch.device) -> int:
@@ -157,4 +163,4 @@ def chunks_of(problems: int, elements_per_problem: int, device: torch.device) ->
     return max(1, min(problems, budget // max(1, elements_per_problem)))
 
 
-MATRIX_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+MATRIX_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}

@@ -69,7 +69,7 @@ class _Highway(torch.autograd.Function):
         of_tokens = torch.addcmul(of_carried, of_carried, gate, value=-1)
         of_both = torch.empty_like(both)
         of_transformed, of_gate = of_both.chunk(2, -1)
-        of_transformed.copy_(torch.ops.aten.threshold_backward(of_carried.mul_(gate), transformed, 0.0))
+        torch.ops.aten.threshold_backward(of_carried.mul_(gate), transformed, 0.0, grad_input=of_transformed)
         torch.sub(carried, tokens, out=of_gate).mul_(of_tokens)
         return (
             of_tokens.baddbmm_(of_both, weight.mT),

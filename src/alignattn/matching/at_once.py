@@ -17,7 +17,7 @@ from alignattn.matching.matcher import Matcher
 
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
 # wants few launches, and little memory beside the model's.
-PIECE = {"cpu": 2**19}
+PIECE = {"cpu": 2**20}
 LARGEST_PIECE = 2**24
 
 

@@ -8,7 +8,7 @@ The critic ascends; navigator, queries and keys descend. Padded tokens carry no 
 Departure: both expectations run as attention. With unit critic features u,
     sum_j pi(k_j|q_i) c(q_i,k_j) = 1 - u(q_i) · sum_j pi(k_j|q_i) u(k_j),
 and the sum is attention with navigator features as queries and keys and critic features as values. The value is the
-same; no n×m matrix exists.
+same; no n×m matrix exists. Short problems on a CPU are computed by matrices all the same (plans.py).
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alignattn.errors import ConfigError, ShapeError, checked
+from alignattn.matching import plans
+from alignattn.matching.ascent import ascending
 from alignattn.matching.matcher import Matcher, NetworkConfig
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
@@ -69,13 +71,16 @@ def conditional_transport(
 
     Critic and navigator features may differ in width; the fast attention kernels want them equal.
     """
+    if plans.serve(critic_query, critic_key):
+        critics, navigators = (critic_query, critic_key), (navigator_query, navigator_key)
+        return plans.transport(critics, navigators, query_mask, key_mask, largest=LARGEST_FEATURE)
     alive = samples_with_tokens(query_mask, key_mask)
     features = ((critic_query, True), (critic_key, False), (navigator_query, True), (navigator_key, False))
     query_mask, key_mask, blanked = without_empty(query_mask, key_mask, *features)
-    critics = [direction(features) for features in blanked[:2]]
-    navigators = [features.clamp(-LARGEST_FEATURE, LARGEST_FEATURE) for features in blanked[2:]]
-    carried_to_keys = _carried(critics[0], navigators[0], critics[1], navigators[1], query_mask, key_mask)
-    carried_to_queries = _carried(critics[1], navigators[1], critics[0], navigators[0], key_mask, query_mask)
+    units = [direction(features) for features in blanked[:2]]
+    clamped = [features.clamp(-LARGEST_FEATURE, LARGEST_FEATURE) for features in blanked[2:]]
+    carried_to_keys = _carried(units[0], clamped[0], units[1], clamped[1], query_mask, key_mask)
+    carried_to_queries = _carried(units[1], clamped[1], units[0], clamped[0], key_mask, query_mask)
     return zero_where_empty((carried_to_keys + carried_to_queries) / 2, alive)
 
 
@@ -141,7 +146,7 @@ class ConditionalMatcher(Matcher):
     ) -> Float[Tensor, "lb h"]:
         config = self.config
         around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
-        critics = self.through("critic", names, query, key, around=reverse_gradient)
+        critics = self.through("critic", names, query, key, call=ascending)
         navigators = self.through("navigator", names, query, key, around=around)
         if self.asked:
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))

@@ -11,6 +11,7 @@ Kernel sums and their gradients come out of one pass over tiles; no n×m matrix 
 the problem, and takes them from at most 512 tokens.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +25,10 @@ from alignattn.matching import kernels
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import (
-    blank_padding,
     check_pair,
     chunks_of,
+    cleared,
     full_precision,
-    samples_with_tokens,
     told_apart,
     upcast,
 )
@@ -144,80 +144,97 @@ def _evaluate(
         inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), sharpness)
         how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
         return discrepancy(query, key, query_mask, key_mask, inverse, **how)
-    samples, heads = query.shape[:2]
-    alive = samples_with_tokens(query_mask, key_mask)
-    sides = []
-    for tokens, mask in ((query, query_mask), (key, key_mask)):
-        weight = torch.ones_like(tokens[:, 0, :, 0]) if mask is None else mask
-        weight = weight.to(torch.float64 if tokens.dtype == torch.float64 else torch.float32)
-        sides.append((blank_padding(tokens, mask).flatten(0, 1), weight.repeat_interleave(heads, 0)))
-    (x, v), (y, w) = sides
-    # The kernel sees differences alone. Around a token of the problem, over the largest entry, squares cannot overflow.
-    origin = ((x * v[..., None]).sum(1) / v.sum(-1, keepdim=True).clamp_min(1))[:, None]
-    peak = torch.maximum(x.abs().amax((1, 2)), y.abs().amax((1, 2))).clamp_min(1.0)
-    x, y = ((t - origin) / peak[:, None, None] for t in (x, y))
+    samples, heads, ends = query.shape[0], query.shape[1], (query.shape[2], query.shape[2] + key.shape[2])
+    sides = ((query, query_mask), (key, key_mask))
+    tokens = torch.cat([cleared(side, mask) for side, mask in sides], 2).flatten(0, 1)  # (p, t, d): queries, then keys
+    weight = torch.cat([_weights(side, mask, tokens.dtype) for side, mask in sides], 1)  # (p, t)
+    # The kernel sees differences alone. Around the mean, over the largest entry, squares cannot overflow.
+    peak = torch.maximum(tokens.amax((1, 2)), -tokens.amin((1, 2))).clamp_min(1.0)
+    tokens /= peak[:, None, None]
+    tokens -= (tokens.sum(1) / weight.sum(-1, keepdim=True).clamp_min(1))[:, None]
+    squares = tokens.square().sum(-1)
     if typical:
-        inverse = 1 / _typical_square(x, y, v, w, typical)
+        inverse = 1 / _typical_square(tokens, squares, weight, typical)
     else:  # beyond 1e8 s every distance that is not zero has kernel zero
         inverse = (peak / bandwidth).clamp_max(1e8).square() / 2
-    least = 2 if unbiased else 1
+    v, w = weight[:, : ends[0]], weight[:, ends[0] :]
     n, m = v.sum(-1), w.sum(-1)
+    least = 2 if unbiased else 1
     counted = (n >= least) & (m >= least)
-    if alive is not None:
-        counted &= alive.repeat_interleave(heads)
     own = (v * w).sum(-1) if without_own else torch.zeros_like(n)  # pairs of a query and its own key
-    shares = [
-        (factor / pairs.clamp_min(1)).masked_fill(~counted, 0.0)
+    # What a pair counts. One of a query and a key comes twice.
+    within_x, within_y, across = (
+        (factor / pairs.clamp_min(1)).masked_fill(~counted, 0.0)[:, None]
         for factor, pairs in (
             (1.0, n * (n - 1 if unbiased else n)),
             (1.0, m * (m - 1 if unbiased else m)),
-            (-2.0, n * m - own),
+            (-1.0, n * m - own),
         )
-    ]
-    totals, x_gradient, y_gradient = _by_matrices(_Sides(x, y, v, w, inverse), shares, without_own, with_gradient)
-    if unbiased:  # k(x, x) = 1 on the diagonal
-        totals = (totals[0] - n, totals[1] - m, totals[2])
-    losses = sum((total * share for total, share in zip(totals, shares, strict=True)), start=torch.zeros_like(inverse))
-    x_gradient, y_gradient = (
-        (g / peak[:, None, None]).unflatten(0, (samples, heads)) for g in (x_gradient, y_gradient)
     )
-    return losses.view(samples, heads), x_gradient, y_gradient
-
-
-class _Sides(NamedTuple):
-    """Queries and keys of some problems, which of them count, and the kernel's 1/(2 s²)."""
-
-    x: Float[Tensor, "p n d"]
-    y: Float[Tensor, "p m d"]
-    v: Float[Tensor, "p n"]
-    w: Float[Tensor, "p m"]
-    inverse: Float[Tensor, " p"]
-
-
-Sums = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
-
-
-def _by_matrices(sides: _Sides, shares: list[Tensor], without_own: bool, with_gradient: bool) -> Sums:
-    """The same, tile by tile."""
-    x, y, v, w, inverse = sides
-    x_gradient, y_gradient = torch.zeros_like(x), torch.zeros_like(y)
-    totals = []
-    for first, second, one, other, share, gradients in (
-        (x, x, v, v, shares[0], (x_gradient, None)),
-        (y, y, w, w, shares[1], (y_gradient, None)),
-        (x, y, v, w, shares[2], (x_gradient, y_gradient)),
+    losses = torch.zeros_like(n)
+    gradients = []
+    for first, last, counts in (
+        (0, ends[0], torch.cat([within_x * v, across * w], 1)),
+        (ends[0], ends[1], torch.cat([across * v, within_y * w], 1)),
     ):
-        places = gradients if with_gradient else (None, None)
-        totals.append(_kernel_sum(first, second, one, other, inverse, share, places))
-    if without_own:
-        apart = x - y
-        kernel = torch.exp(-inverse[:, None] * apart.square().sum(-1)) * v * w  # (p, n)
-        totals[2] = totals[2] - kernel.sum(-1)
-        if with_gradient:
-            pull = (2 * inverse * shares[2])[:, None, None] * kernel[..., None] * apart
-            x_gradient += pull
-            y_gradient -= pull
-    return (totals[0], totals[1], totals[2]), x_gradient, y_gradient
+        apart = [0] if unbiased else []  # how far behind a token stand those that it is not paired with
+        apart += [ends[0] if first == 0 else -ends[0]] if without_own else []
+        pooled = _Pooled(tokens, squares, weight, counts, inverse)
+        loss, gradient = _kernel_sum(pooled, slice(first, last), apart, with_gradient)
+        losses += loss
+        gradients.append(gradient.div_(peak[:, None, None]).unflatten(0, (samples, heads)))
+    return losses.view(samples, heads), gradients[0], gradients[1]
+
+
+def _weights(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None, dtype: torch.dtype) -> Tensor:
+    """One for each token that counts, zero for others, in every problem."""
+    samples, heads, count = tokens.shape[:3]
+    given = torch.ones(samples, count, device=tokens.device) if mask is None else mask
+    return given.to(dtype).repeat_interleave(heads, 0)
+
+
+class _Pooled(NamedTuple):
+    """Queries and keys of each problem in one row."""
+
+    tokens: Float[Tensor, "p t d"]
+    squares: Float[Tensor, "p t"]  # |x|²
+    weight: Float[Tensor, "p t"]  # zero where a token does not count
+    counts: Float[Tensor, "p t"]  # what the pair with a token counts
+    inverse: Float[Tensor, " p"]  # 1 / (2 s²)
+
+
+def _kernel_sum(
+    pooled: _Pooled, side: slice, apart: list[int], with_gradient: bool
+) -> tuple[Float[Tensor, " p"], Float[Tensor, "p n d"]]:
+    """Σ_ij weight_i counts_j k(x_i, x_j), i in `side` and j any; and twice its gradient at x_i, tile by tile.
+
+    Twice: what x_i does as the other of a pair is alike. The kernel is a power of two: on CPUs that was measured at a
+    third of exp.
+    """
+    problems, length = pooled.tokens.shape[0], side.stop - side.start
+    total = torch.zeros_like(pooled.inverse)
+    gradient = torch.zeros_like(pooled.tokens[:, side])
+    step = chunks_of(problems, length * pooled.tokens.shape[1], total.device)
+    for start in range(0, problems, step):
+        tokens, squares, weight, counts, inverse = (tensor[start : start + step] for tensor in pooled)
+        sharpness = (inverse / math.log(2))[:, None]
+        heights = -sharpness * squares  # -|x|² of the exponent -|x - y|² = 2 x·y - |x|² - |y|²
+        others = (2 * sharpness[..., None] * tokens).mT
+        rows = chunks_of(length, tokens.shape[1] * len(tokens), total.device)
+        for first in range(side.start, side.stop, rows):
+            tile = slice(first, min(first + rows, side.stop))
+            own = tokens[:, tile]
+            kernel = torch.baddbmm(heights[:, None], own, others).add_(heights[:, tile, None])
+            kernel.clamp_max_(0.0).exp2_().mul_(counts[:, None])
+            for offset in apart:
+                kernel.diagonal(first + offset, 1, 2).zero_()
+            sums = kernel.sum(-1)
+            total[start : start + step] += torch.linalg.vecdot(sums, weight[:, tile])
+            if with_gradient:
+                pull = (kernel @ tokens).addcmul_(sums[..., None], own, value=-1)
+                pull *= 4 * inverse[:, None, None] * weight[:, tile, None]
+                gradient[start : start + step, tile.start - side.start : tile.stop - side.start] = pull
+    return total, gradient
 
 
 def _squared_distances(x: Float[Tensor, "p n d"], y: Float[Tensor, "p m d"]) -> Float[Tensor, "p n m"]:
@@ -225,20 +242,12 @@ def _squared_distances(x: Float[Tensor, "p n d"], y: Float[Tensor, "p m d"]) -> 
     return torch.baddbmm(squares, x, y.mT, alpha=-2).clamp_min(0.0)
 
 
-@torch.no_grad()
 def _typical_square(
-    x: Float[Tensor, "p n d"],
-    y: Float[Tensor, "p m d"],
-    x_weight: Float[Tensor, "p n"],
-    y_weight: Float[Tensor, "p m"],
-    which: str,
+    tokens: Float[Tensor, "p t d"], squares: Float[Tensor, "p t"], weight: Float[Tensor, "p t"], which: str
 ) -> Float[Tensor, " p"]:
-    """Median or mean of |x-y|² over the distinct pairs of valid tokens, queries and keys pooled."""
-    tokens, weight = torch.cat([x, y], 1), torch.cat([x_weight, y_weight], 1)
-    count = weight.sum(-1)
-    mean = (tokens * weight[..., None]).sum(1) / count.clamp_min(1)[:, None]
-    spread = ((tokens - mean[:, None]).square().sum(-1) * weight).sum(-1)
-    typical = 2 * spread / (count - 1).clamp_min(1)  # mean of |x-y|² over i ≠ j
+    """Median or mean of |x-y|² over the distinct pairs of valid tokens; `squares` are |x|² around their mean."""
+    spread: Tensor = torch.linalg.vecdot(squares, weight)
+    typical = 2 * spread / (weight.sum(-1) - 1).clamp_min(1)  # mean of |x-y|² over i ≠ j
     if which == "median":
         median = _median_square(tokens, weight)
         # More than half of the pairs may coincide but for rounding; then the mean tells the scale.
@@ -268,43 +277,6 @@ def _median_square(tokens: Float[Tensor, "p t d"], weight: Float[Tensor, "p t"])
         lower, upper = squares.nanmedian(-1).values, -(-squares).nanmedian(-1).values
         medians.append(((lower + upper) / 2).nan_to_num(0.0))
     return torch.cat(medians)
-
-
-def _kernel_sum(
-    x: Float[Tensor, "p n d"],
-    y: Float[Tensor, "p m d"],
-    v: Float[Tensor, "p n"],
-    w: Float[Tensor, "p m"],
-    r: Float[Tensor, " p"],
-    share: Float[Tensor, " p"],
-    gradients: tuple[Tensor | None, Tensor | None],
-) -> Float[Tensor, " p"]:
-    """sum_ij v_i w_j exp(-r |x_i - y_j|²); its gradients, times `share`, are added to those given.
-
-    With no place for y's gradient y is x, and x's counts twice.
-    """
-    x_gradient, y_gradient = gradients
-    total = torch.empty_like(r)
-    step = chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
-    for start in range(0, len(x), step):
-        part = slice(start, start + step)
-        rows = chunks_of(x.shape[1], y.shape[1] * len(x[part]), x.device)
-        factor = (2 * r * share)[part, None, None]
-        column_sums = torch.zeros_like(w[part])
-        for first in range(0, x.shape[1], rows):
-            tile = slice(first, first + rows)
-            kernel = _squared_distances(x[part, tile], y[part]).mul_(-r[part, None, None]).exp_()
-            kernel *= v[part, tile, None] * w[part, None, :]
-            column_sums += kernel.sum(-2)
-            if x_gradient is not None:
-                pull = kernel @ y[part] - kernel.sum(-1)[..., None] * x[part, tile]
-                x_gradient[part, tile] += (factor if y_gradient is not None else 2 * factor) * pull
-            if y_gradient is not None:
-                y_gradient[part] += factor * (kernel.mT @ x[part, tile])
-        if y_gradient is not None:
-            y_gradient[part] -= factor * (column_sums[..., None] * y[part])
-        total[part] = column_sums.sum(-1)
-    return total
 
 
 class DiscrepancyMatcher(Matcher):

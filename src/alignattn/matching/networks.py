@@ -23,7 +23,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from alignattn.matching import kernels
-from alignattn.matching.apart import SLOPE, WIDEST, features_and_answers
+from alignattn.matching.apart import WIDEST, features_and_answers
+from alignattn.matching.highway import SLOPE
 from alignattn.matching.linear import linear
 
 

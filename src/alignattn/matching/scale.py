@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching import kernels
-from alignattn.matching.tokens import told_apart, upcast
+from alignattn.matching.tokens import cleared, told_apart
 
 LEAST_VARIANCE = 1e-6  # a problem of one point stays where it is
 
@@ -51,25 +51,26 @@ class _Standardise(torch.autograd.Function):
             found = scale.forward(query, key, query_mask, key_mask, LEAST_VARIANCE)
             ctx.save_for_backward(*found)
             return found[0], found[1]
-        hidden = [None if mask is None else ~mask[:, None, :, None] for mask in (query_mask, key_mask)]
-        sides = [_copied(side, absent) for side, absent in zip((query, key), hidden, strict=True)]
-        # In double precision squares of the largest numbers stay finite. Apple's accelerators have none.
-        wide = torch.float32 if query.device.type == "mps" else torch.float64
-        count = (_count(query, query_mask) + _count(key, key_mask)).to(wide).clamp_min(1.0)  # (p or 1, 1, 1, 1)
-        total = sides[0].sum(2, keepdim=True, dtype=wide) + sides[1].sum(2, keepdim=True, dtype=wide)
-        mean = (total / count).to(sides[0].dtype)  # (p, h, 1, d)
-        squares = torch.zeros((), dtype=wide, device=query.device)
-        for side, absent in zip(sides, hidden, strict=True):
-            side -= mean
-            if absent is not None:
-                side.masked_fill_(absent, 0.0)
-            squares = squares + torch.linalg.vector_norm(side, dim=(2, 3), keepdim=True, dtype=wide).square()
-        variance = squares / (count * query.shape[-1])
-        inverse = torch.rsqrt(variance + LEAST_VARIANCE).to(mean.dtype)  # (p, h, 1, 1)
+        masks = query_mask, key_mask
+        sides = [cleared(side, mask) for side, mask in zip((query, key), masks, strict=True)]
+        valid = [_valid(side, mask) for side, mask in zip(sides, masks, strict=True)]  # (p or 1, 1, n, 1)
+        count = (valid[0].sum(2, keepdim=True) + valid[1].sum(2, keepdim=True)).clamp_min(1.0)
+        # Over the largest number squares stay finite.
+        ends = [end for side in sides for end in (side.amax((2, 3), keepdim=True), -side.amin((2, 3), keepdim=True))]
+        peak = torch.stack(ends).amax(0).clamp_min(1.0)  # (p, h, 1, 1)
+        for side in sides:
+            side /= peak
+        mean = (sides[0].sum(2, keepdim=True) + sides[1].sum(2, keepdim=True)) / count  # (p, h, 1, d)
+        squares = torch.zeros_like(peak)
+        for side, there in zip(sides, valid, strict=True):
+            side.addcmul_(there, mean, value=-1)
+            squares = squares + torch.linalg.vector_norm(side, dim=(2, 3), keepdim=True).square()
+        variance = squares / (count * query.shape[-1]) + (LEAST_VARIANCE**0.5 / peak).square()
+        inverse = torch.rsqrt(variance.clamp_min(torch.finfo(variance.dtype).tiny))
         for side in sides:
             side *= inverse
-        ctx.save_for_backward(*sides, inverse, count, *(mask for mask in hidden if mask is not None))
-        ctx.masked = [mask is not None for mask in hidden]
+        ctx.save_for_backward(*sides, inverse / peak, count, *valid)
+        ctx.masks = masks
         return sides[0], sides[1]
 
     @staticmethod
@@ -84,30 +85,19 @@ class _Standardise(torch.autograd.Function):
             handed = scale.backward(of, (query, key), query_mask, key_mask, inverse, counts, ctx.dtypes)
             return *handed, None, None
         *sides, inverse, count = ctx.saved_tensors[:4]
-        masks = iter(ctx.saved_tensors[4:])
-        hidden = [next(masks) if masked else None for masked in ctx.masked]
-        given = [
-            g if absent is None else g.masked_fill(absent, 0.0) for g, absent in zip(gradients, hidden, strict=True)
-        ]
+        valid = ctx.saved_tensors[4:]
+        given = [cleared(g, mask) for g, mask in zip(gradients, ctx.masks, strict=True)]
         total = given[0].sum(2, keepdim=True) + given[1].sum(2, keepdim=True)  # (p, h, 1, d)
         products = [(g * y).sum((2, 3), keepdim=True) for g, y in zip(given, sides, strict=True)]  # (p, h, 1, 1)
-        shared = (total / count).to(inverse.dtype)
-        factor = ((products[0] + products[1]) / (count * sides[0].shape[-1])).to(inverse.dtype)
-        found = []
-        for g, y, absent, dtype in zip(given, sides, hidden, ctx.dtypes, strict=True):
-            of_tokens = torch.addcmul(g - shared, y, factor, value=-1).mul_(inverse)
-            if absent is not None:
-                of_tokens.masked_fill_(absent, 0.0)
-            found.append(of_tokens.to(dtype))
-        return found[0], found[1], None, None
+        shared = total * inverse / count
+        factor = (products[0] + products[1]) * inverse / (count * sides[0].shape[-1])
+        for g, y, there in zip(given, sides, valid, strict=True):
+            g.mul_(inverse).addcmul_(y, factor, value=-1).addcmul_(there, shared, value=-1)
+        return given[0].to(ctx.dtypes[0]), given[1].to(ctx.dtypes[1]), None, None
 
 
-def _copied(tokens: Tensor, absent: Tensor | None) -> Tensor:
-    """In working precision, to be written into; zeros at padding, whatever stood there."""
-    return upcast(tokens).clone() if absent is None else upcast(tokens).masked_fill(absent, 0.0)
-
-
-def _count(tokens: Tensor, mask: Tensor | None) -> Tensor:
+def _valid(tokens: Tensor, mask: Tensor | None) -> Float[Tensor, "p 1 n 1"]:
+    """One for each token that counts, zero for padding."""
     if mask is None:
-        return torch.full((1, 1, 1, 1), float(tokens.shape[2]), device=tokens.device)
-    return mask.sum(-1)[:, None, None, None].float()
+        return tokens.new_ones(1, 1, tokens.shape[2], 1)
+    return mask[:, None, :, None].to(tokens.dtype)

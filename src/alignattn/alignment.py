@@ -33,7 +33,7 @@ from alignattn.objective import Objective, Watcher
 from alignattn.passes import Matched, Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
-from alignattn.stream import Stream
+from alignattn.stream import Stream, refuse_compiled_code
 from alignattn.strength import Strength
 from alignattn.updates import Updates
 from alignattn.weights import Auto, Schedule
@@ -212,6 +212,8 @@ class Alignment:
         self._added_to_outputs = False
         self._passes.begin()
         if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
+            if self._stream is not None:
+                refuse_compiled_code()
             return
         if self._updates.happened():
             self._advance(surely=self._updates.written)

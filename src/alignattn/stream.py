@@ -58,7 +58,7 @@ class Stream:
     def match(self, record: QueryKey, watchers: Watchers, balance: Balance | None) -> Matched:
         """The losses of a call, whose backward reaches its queries and keys; they themselves are not kept."""
         if torch.compiler.is_compiling():
-            raise ConfigError(COMPILED)
+            refuse_compiled_code()
         with _apart(), _frozen(self.matcher):
             row = leaf(record, wanted=False).unpacked()
             places = self.objective.thinning.places(row)
@@ -284,6 +284,12 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
         return outer[0], None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def refuse_compiled_code() -> None:
+    """Called, not traced: an error while tracing only leaves the caller uncompiled, and nobody is told."""
+    raise ConfigError(COMPILED)
 
 
 def _masks(row: QueryKey) -> tuple[Tensor | None, Tensor | None]:

@@ -110,6 +110,11 @@ class Tap:
             self._refuse_reentrant_checkpointing(module)
         return module.training and torch.is_grad_enabled()
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether what is recorded is not to be kept for the backward, where it can be computed again."""
+        return self._again is not None
+
     def recomputes(self, module: nn.Module) -> bool:
         """Whether a recorded call of this module is computed again, and what it was recorded for wants to see it."""
         if self._again is None or self._awaits is None or self.recording or not in_backward():

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import alignattn
 from alignattn import balance
 from alignattn.bench.memory import peak
+from alignattn.capture import Tap
 from alignattn.errors import CaptureError, ConfigError
 from alignattn.matching.discrepancy import DiscrepancyConfig, DiscrepancyMatcher
+from alignattn.matching.matcher import Matcher, MatcherConfig
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
 
@@ -348,13 +350,44 @@ def test_a_term_that_nobody_used_changes_nothing_and_is_told():
         model(tokens())
 
 
-def test_layers_that_are_checkpointed_and_were_not_recorded_are_left_alone():
+@pytest.mark.parametrize("make", [Attention, encoder_layer])
+def test_layers_that_are_checkpointed_and_were_not_recorded_are_left_alone(make):
     """Part of the model is called by itself: a checkpoint must find what it found before."""
-    model = Layers(Attention).train()
+    model = Layers(make).train()
     model.checkpointed = True
     alignment = alignattn.align(model, "mmd", weight=0.5, stream="layer")
     (model(tokens()).square().mean() + alignment.loss()).backward()
     checkpoint(model.layers[0], tokens().requires_grad_(), use_reentrant=False).sum().backward()
+
+
+class Slope(Matcher):
+    """One that differentiates within itself."""
+
+    separable = True
+
+    def losses(self, query, key, query_mask, key_mask, names):
+        query, key = (side.flatten(0, 1) for side in (query, key))
+        with torch.enable_grad():
+            at = query.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(at.pow(3).sum(), at)
+        return ((query - key).square() + query * slope).mean((2, 3))
+
+
+def test_a_checkpoint_does_not_see_what_happens_inside_a_matching():
+    model = Layers(Attention)
+    together = trained(model, [tokens()], Slope(MatcherConfig()))
+    same(trained(model, [tokens()], Slope(MatcherConfig()), checkpointed=True, stream="layer"), together)
+
+
+def test_another_tap_does_not_see_what_happens_inside_a_matching():
+    """CT calls attention itself."""
+    model, seen = Layers(Attention).train(), []
+    tap = Tap(model, watch=seen.append)
+    alignment = alignattn.align(model, "ct", weight=0.5, stream="layer")
+    model(tokens())
+    assert len(seen) == len(alignment._passes.waiting[0].records) == 4
+    alignment.detach()
+    tap.remove()
 
 
 def test_the_whole_model_in_a_checkpoint():

@@ -98,7 +98,8 @@ class MultiheadSocket(Socket):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         recorded = self.tap.records_from(module)
-        if not recorded and not (in_backward() and module.training and torch.is_grad_enabled()):
+        again = in_backward() and module.training and torch.is_grad_enabled() and not self.tap.keeps_nothing
+        if not recorded and not again:
             return
         given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
         cross = given["key"] is not given["query"]

@@ -33,7 +33,7 @@ class Tap:
     `watch` is given the queries and keys of each call; `attend` computes the attention in the model's place. A record
     is taken iff the module is training and gradients are on, or, with `always`, in every forward pass. The recorder
     is open while the model's own forward runs: a checkpointed layer that is recomputed in the backward pass finds it
-    closed.
+    closed, and is handed to `again`, if anywhere.
     """
 
     def __init__(

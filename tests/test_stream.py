@@ -1,13 +1,14 @@
 """stream="layer": the losses and gradients of matching all layers together, and nothing of a layer kept."""
 
 import copy
+import functools
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import alignattn
 from alignattn import balance
@@ -62,10 +63,11 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(count))
         self.checkpointed = False
+        self.how = {}
 
     def forward(self, tokens):
         for layer in self.layers:
-            tokens = checkpoint(layer, tokens, use_reentrant=False) if self.checkpointed else layer(tokens)
+            tokens = checkpoint(layer, tokens, use_reentrant=False, **self.how) if self.checkpointed else layer(tokens)
         return tokens
 
     def gradient_checkpointing_enable(self, **_):
@@ -377,6 +379,19 @@ def test_a_checkpoint_does_not_see_what_happens_inside_a_matching():
     model = Layers(Attention)
     together = trained(model, [tokens()], Slope(MatcherConfig()))
     same(trained(model, [tokens()], Slope(MatcherConfig()), checkpointed=True, stream="layer"), together)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_selective_checkpoint_keeps_no_results_of_a_matching_for_those_of_the_layer(method):
+    """It keeps what some operators put out, by their order: a matching calls the same ones."""
+    operators = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default]
+    operators += [torch.ops.aten.baddbmm.default, torch.ops.aten.clone.default, torch.ops.aten.new_zeros.default]
+    operators += [torch.ops.aten.mul.Tensor, torch.ops.aten.sum.dim_IntList]
+    model = Layers(Attention)
+    together = trained(model, [tokens()], method, weight=0.5)
+    model.how = {"context_fn": functools.partial(create_selective_checkpoint_contexts, operators)}
+    streamed = trained(model, [tokens()], method, weight=0.5, checkpointed=True, stream="layer")
+    torch.testing.assert_close(streamed[1], together[1], **CLOSE[torch.float32])
 
 
 def test_another_tap_does_not_see_what_happens_inside_a_matching():

@@ -13,7 +13,7 @@ though nobody wants its losses (`again`). And what happens inside the matching i
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from alignattn.balance import Balance, Meet, Weight, at_least_single
 from alignattn.capture import QueryKey, Source
@@ -85,7 +87,9 @@ class Stream:
 
     def again(self, record: QueryKey) -> None:
         """A checkpoint computes a call once more: it is shown what it saw the first time."""
-        self._put_into_graph(None, record.query.new_zeros(()), record)
+        with _apart():
+            nothing = record.query.new_zeros(())
+        self._put_into_graph(None, nothing, record)
 
     def awaits(self, name: str | None = None) -> bool:
         """Whether a call of this layer, or of any, may be computed once more."""
@@ -261,7 +265,8 @@ class _Match(torch.autograd.Function):
         ctx.save_for_backward(query, key, *sources)
         ctx.layer, ctx.twins = layer, twins
         ctx.others = [id(other) for other in others]
-        return losses.clone()
+        with _apart():
+            return losses.clone()
 
     @staticmethod
     @once_differentiable
@@ -303,7 +308,13 @@ def _masks(row: QueryKey) -> tuple[Tensor | None, Tensor | None]:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Within a user's forward: neither a checkpoint nor another tap is to see what matching does."""
-    with torch._C.DisableTorchFunction(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+    # A selective checkpoint keeps what operators put out, by the order in which they are called.
+    selective = any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack())
+    with (
+        torch._C.DisableTorchFunction(),
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        _disable_current_modes() if selective else nullcontext(),
+    ):
         yield
 
 

@@ -136,7 +136,9 @@ class Tap:
 
     def valid_keys(self, mask: Tensor | None, samples: int, keys: int) -> Tensor | None:
         """Which keys a mask leaves to any query. All layers of a model are given one mask: it is read once."""
-        if mask is None or not self.recording or torch.compiler.is_compiling():
+        if self.keeps_nothing and not self.recording:
+            return None  # of a call that was recorded before, and its mask with it
+        if mask is None or torch.compiler.is_compiling():
             return valid_keys(mask, samples, keys)
         if self._valid is None or self._valid[0] is not mask or self._valid[1] != (samples, keys):
             self._valid = mask, (samples, keys), valid_keys(mask, samples, keys)

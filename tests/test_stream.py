@@ -17,6 +17,8 @@ from alignattn.capture import Tap
 from alignattn.errors import CaptureError, ConfigError
 from alignattn.matching.discrepancy import DiscrepancyConfig, DiscrepancyMatcher
 from alignattn.matching.matcher import Matcher, MatcherConfig
+from model_facts import tensors_of
+from zoo import BY_NAME
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
 
@@ -186,6 +188,29 @@ def test_every_way_to_reach_attention_streams(make, generator, checkpointed):
     options = {"weight": 0.5, "generator": generator}
     together = trained(model, [batch], "mmd", **options)
     same(trained(model, [batch], "mmd", checkpointed=checkpointed, stream="layer", **options), together)
+
+
+@both_ways
+@pytest.mark.parametrize("name", ["SEW-D", "ALBERT", "T5"])
+def test_families_with_ways_of_their_own(name, checkpointed):
+    """A softmax that is an autograd function; one module that is called for every layer; cross-attention."""
+    found = []
+    for stream in (None, "layer"):
+        model = BY_NAME[name].build().train()
+        for dropout in (module for module in model.modules() if isinstance(module, nn.Dropout)):
+            dropout.p = 0.0
+        if checkpointed:
+            if not model.supports_gradient_checkpointing:
+                pytest.skip(f"{name} refuses checkpointing")
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"add_to_outputs": False, "cross": True, "stream": stream}
+        alignment = alignattn.align(model, "mmd", weight=1.0, **options)
+        output = next(t for t in tensors_of(model(**BY_NAME[name].inputs())) if t.requires_grad)
+        term = alignment.loss()
+        (output.square().mean() + term).backward()
+        found.append((term.detach(), [p.grad for p in model.parameters() if p.grad is not None], alignment.parts))
+        alignment.detach()
+    torch.testing.assert_close(*found)
 
 
 @both_ways

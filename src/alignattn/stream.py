@@ -120,7 +120,8 @@ class Stream:
         else:
             tokens, twins = (record.query.detach(), record.key.detach()), [p.twin for p in reachable(record)]
         parameters = list(self.matcher.parameters())
-        put: Tensor = _Match.apply(layer, losses, sources, len(twins), *tokens, *twins, *parameters)
+        with torch.enable_grad():  # the call may be seen within an autograd function, as a softmax of one's own is
+            put: Tensor = _Match.apply(layer, losses, sources, len(twins), *tokens, *twins, *parameters)
         return put
 
     def over_heads(self, heads: int) -> int:

@@ -33,7 +33,7 @@ from alignattn.objective import Objective, Watcher
 from alignattn.passes import Matched, Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
-from alignattn.stream import Stream, refuse_compiled_code
+from alignattn.stream import Stream, apart, refuse_compiled_code
 from alignattn.strength import Strength
 from alignattn.updates import Updates
 from alignattn.weights import Auto, Schedule
@@ -196,14 +196,17 @@ class Alignment:
         self._passes.add(self._matched(self._stream, record))
 
     def _matched(self, stream: Stream, record: QueryKey) -> Matched:
+        if torch.compiler.is_compiling():
+            refuse_compiled_code()
         strength = self._strength
         looks = strength.is_time_to_look()  # as the term will find it
         device = record.query.device
-        if self._passes.are_none:
-            self._follow(device)
-            self.objective.thinning.begin(strength.closed)
-        self._ensure_networks([record.name], record.query.shape[-1], device)
-        watchers = self._watchers([record], looks=looks, gathers=looks)
+        with apart():
+            if self._passes.are_none:
+                self._follow(device)
+                self.objective.thinning.begin(strength.closed)
+            self._ensure_networks([record.name], record.query.shape[-1], device)
+            watchers = self._watchers([record], looks=looks, gathers=looks)
         self.matcher.asked = looks
         return stream.match(record, watchers, strength.balance if looks else None)
 

@@ -8,7 +8,7 @@ checkpoint if need be, and differentiates the matching there and then. So gradie
 backward. The price is a second pass through the matching, and on an accelerator calls that are not stacked.
 
 A checkpoint counts what is saved. So a layer that it computes again must save the same tensors at the same place,
-though nobody wants its losses (`again`). And what happens inside the matching is kept from it (`_apart`).
+though nobody wants its losses (`again`). And what happens inside the matching is kept from it (`apart`).
 """
 
 import math
@@ -59,9 +59,7 @@ class Stream:
 
     def match(self, record: QueryKey, watchers: Watchers, balance: Balance | None) -> Matched:
         """The losses of a call, whose backward reaches its queries and keys; they themselves are not kept."""
-        if torch.compiler.is_compiling():
-            refuse_compiled_code()
-        with _apart(), _frozen(self.matcher):
+        with apart(), _frozen(self.matcher):
             row = leaf(record, wanted=False).unpacked()
             places = self.objective.thinning.places(row)
             row = thinned(row, places)
@@ -87,7 +85,7 @@ class Stream:
 
     def again(self, record: QueryKey) -> None:
         """A checkpoint computes a call once more: it is shown what it saw the first time."""
-        with _apart():
+        with apart():
             nothing = record.query.new_zeros(())
         self._put_into_graph(None, nothing, record)
 
@@ -266,7 +264,7 @@ class _Match(torch.autograd.Function):
         ctx.save_for_backward(query, key, *sources)
         ctx.layer, ctx.twins = layer, twins
         ctx.others = [id(other) for other in others]
-        with _apart():
+        with apart():
             return losses.clone()
 
     @staticmethod
@@ -307,7 +305,7 @@ def _masks(row: QueryKey) -> tuple[Tensor | None, Tensor | None]:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
     """Within a user's forward: neither a checkpoint nor another tap is to see what matching does."""
     # A selective checkpoint keeps what operators put out, by the order in which they are called.
     selective = any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack())

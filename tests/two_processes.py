@@ -28,8 +28,8 @@ def main() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     ours = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     alone = copy.deepcopy(ours)
-    for method in ("gan", "ct"):
-        alignment = alignattn.align(ours, method, weight=0.5)
+    for method, stream in (("gan", None), ("ct", None), ("ct", "layer")):
+        alignment = alignattn.align(ours, method, weight=0.5, stream=stream)
         train(DistributedDataParallel(ours), ours, alignment, slice(2 * rank, 2 * rank + 2))
         if rank == 0:
             alignment.state_dict()  # one process may save alone

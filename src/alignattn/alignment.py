@@ -30,9 +30,10 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
 from alignattn.objective import Objective, Watcher
-from alignattn.passes import Pass, Passes
+from alignattn.passes import Matched, Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
+from alignattn.stream import Stream, apart, refuse_compiled_code
 from alignattn.strength import Strength
 from alignattn.updates import Updates
 from alignattn.weights import Auto, Schedule
@@ -68,6 +69,7 @@ class Alignment:
         met = self._strength.distances if self.config.until_met else None
         self._finite = FiniteCheck()
         self.objective = Objective(self.matcher, self.config, weighs_networks=not own, finite=self._finite, met=met)
+        self._stream = None if self.config.stream is None else Stream(self.objective)
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._tap: Tap | None = None
         self._recentring: Recentring | None = None
@@ -94,11 +96,13 @@ class Alignment:
         self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
-            watch=self._passes.add,
+            watch=self._passes.add if self._stream is None else self._match,
             begin=self._begin,
             finish=self._finish,
             abandon=self._passes.abandon,
             recomputed=self._recomputed,
+            again=None if self._stream is None else self._stream.again,
+            awaits=None if self._stream is None else self._stream.awaits,
             layers=layers,
             cross=config.cross,
             projections=config.generator == "projections",
@@ -171,20 +175,49 @@ class Alignment:
                 "record() is given queries and keys, not their projections. For generator='projections' compute "
                 "them from a detached input, and leave generator at 'model'."
             )
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled():
+            return
+        if in_backward():
+            if self._stream is not None and self._stream.awaits(name):
+                self._stream.again(QueryKey(query, key, query_mask, key_mask))
             return
         record = self._passes.numbered(query, key, (query_mask, key_mask), name)
-        if self._passes.begins(record):
+        begins = self._passes.begins(record)
+        if begins:
             self._begin()
-            self._passes.add_first(record)
+        taken = record if self._stream is None else self._matched(self._stream, record)
+        if begins:
+            self._passes.add_first(taken)
         else:
-            self._passes.add(record)
+            self._passes.add(taken)
+
+    def _match(self, record: QueryKey) -> None:
+        """With `stream`: a call of the pass that is being recorded, matched at once."""
+        assert self._stream is not None
+        self._passes.add(self._matched(self._stream, record))
+
+    def _matched(self, stream: Stream, record: QueryKey) -> Matched:
+        if torch.compiler.is_compiling():
+            refuse_compiled_code()
+        strength = self._strength
+        looks = strength.is_time_to_look()  # as the term will find it
+        device = record.query.device
+        with apart():
+            if self._passes.are_none:
+                self._follow(device)
+                self.objective.thinning.begin(strength.closed)
+            self._ensure_networks([record.name], record.query.shape[-1], device)
+            watchers = self._watchers([record], looks=looks, gathers=looks)
+        self.matcher.asked = looks
+        return stream.match(record, watchers, strength.balance if looks else None)
 
     def _begin(self) -> None:
         """A training forward is about to run."""
         self._added_to_outputs = False
         self._passes.begin()
         if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
+            if self._stream is not None:
+                refuse_compiled_code()
             return
         if self._updates.happened():
             self._advance(surely=self._updates.written)
@@ -252,33 +285,51 @@ class Alignment:
 
     def _term(self) -> Tensor:
         forwards = self._passes.take()
-        first = forwards[0][0].query
-        if self.adversary is None:
-            self.matcher.to(first.device)
-        else:
-            self.adversary.follow(first.device)
-        for record in (record for records in forwards for record in records):
-            self._ensure_networks([record.name], record.query.shape[-1], first.device, among=forwards)
-        weight = self._strength.weight()
-        watchers: list[Watcher] = []
         strength = self._strength
+        weight = strength.weight()
         strength.begin()
-        if strength.looks:
-            watchers.append(strength.distances)
-        # With a weight of zero nothing at all is touched.
-        if self._recentring is not None and self.config.weight != 0 and strength.gathers:
-            for record in (record for records in forwards for record in records):
-                self._recentring.look(record)
-            watchers.append(self._recentring)
-        self.matcher.asked = strength.looks
-        balance = strength.balance if strength.looks else None
-        self.objective.thinning.begin(strength.closed)
-        every_layer = strength.looks or self.config.every == 1
-        term, self.parts = self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
+        if self._stream is None:
+            term, self.parts = self._all_matched(forwards, weight)
+        else:
+            term, self.parts = self._stream.term(forwards, weight)
         self._measure(weight)
         if self.adversary is not None:
             self.adversary.due = True
         return term
+
+    def _all_matched(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
+        """The term of all calls that were recorded, matched together."""
+        device = forwards[0][0].query.device
+        records = [record for some in forwards for record in some]
+        self._follow(device)
+        for record in records:
+            self._ensure_networks([record.name], record.query.shape[-1], device, among=forwards)
+        strength = self._strength
+        watchers = self._watchers(records, looks=strength.looks, gathers=strength.gathers)
+        self.matcher.asked = strength.looks
+        balance = strength.balance if strength.looks else None
+        self.objective.thinning.begin(strength.closed)
+        every_layer = strength.looks or self.config.every == 1
+        return self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
+
+    def _follow(self, device: torch.device) -> None:
+        """The networks move to where queries and keys are."""
+        if self.adversary is None:
+            self.matcher.to(device)
+        else:
+            self.adversary.follow(device)
+
+    def _watchers(self, records: list[QueryKey], *, looks: bool, gathers: bool) -> list[Watcher]:
+        """What looks at queries and keys while they are matched."""
+        watchers: list[Watcher] = []
+        if looks:
+            watchers.append(self._strength.distances)
+        # With a weight of zero nothing at all is touched.
+        if self._recentring is not None and self.config.weight != 0 and gathers:
+            for record in records:
+                self._recentring.look(record)
+            watchers.append(self._recentring)
+        return watchers
 
     @property
     def steps(self) -> int:

@@ -33,6 +33,7 @@ STATE = ("weight", "fair_weight")
 
 
 Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
+Meet = Callable[[Tensor, Weight, Source | None], None]  # told alignment's gradient, without its weight
 
 
 class Balance:
@@ -45,9 +46,10 @@ class Balance:
         self.fair_weight = self.weight  # that would give alignment its share now, smoothed both ways
         self.is_blind = False  # the weight is to be chosen, and the gradients that tell it are hidden in compiled code
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
+        self.paused = False  # gradients that come by are on their way to projections, and not the task's
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
-        self._meetings: dict[tuple[int, int], list[Tensor]] = {}
+        self._meetings: dict[tuple[int, int], list[tuple[Tensor, Weight]]] = {}
         self._handles: list[RemovableHandle] = []
 
     def watch(
@@ -66,51 +68,73 @@ class Balance:
         scaler's, say. What alignment in later layers does to these tokens, through what they give to them, counts as
         the task's.
         """
+        meet = self.expect(tokens, source, through=through)
+        if meet is None:
+            return None
+
+        def tell(factor: Tensor) -> None:
+            """In fp16 it vanishes without the scale and a scaler's factor."""
+            meet(at_least_single(gradient) * (factor / scale).to(gradient.device), weight, source)
+
+        return tell
+
+    def expect(self, tokens: Tensor, source: Source | None, *, through: bool) -> Meet | None:
+        """Alignment's gradient of these tokens will be known when it is handed on; None: it need not be told.
+
+        What is returned must then be called with it, its weight, and where copies came from. Of tokens and source
+        nothing is kept until then: who computes them again in the backward keeps none either.
+        """
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
         if self.target is not None and is_compiled_output(tokens):
             self.weight = torch.full((), self.unseen(), device="cpu")
             return None
-
-        def plain(factor: Tensor) -> Tensor:
-            """In fp16 it vanishes without the scale and a scaler's factor."""
-            return at_least_single(gradient) * (factor / scale).to(gradient.device)
-
         if source is not None:
-            met = self._meeting(source, weight)
-            return lambda factor: met.append(source.gradient(plain(factor)))
+            met = self._meeting(source.weight, source.start)
+
+            def at_weights(gradient: Tensor, weight: Weight, of: Source | None) -> None:
+                assert of is not None
+                met.append((of.gradient(gradient), weight))
+
+            return at_weights
         if not through:
             nothing = torch.zeros((), device=tokens.device)
-            tokens.register_hook(lambda total: None if total is None else self._add(nothing, _square(total)))
-            return lambda factor: self._add(_square(plain(factor)), nothing)
-        own: list[Tensor] = []
+
+            def of_task(total: Tensor | None) -> None:
+                if total is not None and not self.paused:
+                    self._add(nothing, _square(total))
+
+            tokens.register_hook(of_task)
+            return lambda gradient, *_: self._add(_square(gradient), nothing)
+        own: list[tuple[Tensor, Weight]] = []
 
         def both(total: Tensor | None) -> None:
             if own and total is not None:
-                aligned = own.pop()
+                aligned, weight = own.pop()
                 self._add(_square(aligned), _square(total - aligned * weight))
 
         tokens.register_hook(both)
-        return lambda factor: own.append(plain(factor))
+        return lambda gradient, weight, _: own.append((gradient, weight))
 
-    def _meeting(self, source: Source, weight: Weight) -> list[Tensor]:
+    def _meeting(self, weights: Tensor, start: int) -> list[tuple[Tensor, Weight]]:
         """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
 
         One for all calls that share a weight: the task's gradient comes once, and alignment's parts add up.
         """
-        key = id(source.weight), source.start
+        key = id(weights), start
         if key not in self._meetings:
             parts = self._meetings[key] = []
 
             def both(total: Tensor | None) -> None:
                 if parts and total is not None:
-                    gradient = torch.stack(parts).sum(0)
+                    weight = parts[0][1]
+                    gradient = torch.stack([part for part, _ in parts]).sum(0)
                     parts.clear()
-                    total = source.rows(total, len(gradient))
+                    total = total[start : start + len(gradient)].float()
                     self._add(_square(gradient), _square(total - gradient * weight))
 
-            if source.weight.requires_grad:
-                self._handles.append(source.weight.register_hook(both))
+            if weights.requires_grad:
+                self._handles.append(weights.register_hook(both))
         return self._meetings[key]
 
     def unseen(self) -> float:

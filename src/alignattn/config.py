@@ -69,6 +69,7 @@ class AlignmentConfig:
     cross: bool = False  # cross-attention too
     max_tokens: int | None = None  # of a sample, drawn at random each time; None: all
     every: int = 1  # one layer in so many is matched in an update, drawn at random; 1: all
+    stream: str | None = None  # "layer": match each by itself, and keep nothing of it; less memory, more time
     add_to_outputs: bool = True  # to the loss that a transformers model returns in training mode
     adversary_optimizer: str | None = "adam"  # None: put alignment.parameters() into an optimizer of your own
     adversary_rate: float = 1e-3  # of Adam; at a fine-tuning rate the networks never keep up
@@ -79,6 +80,7 @@ class AlignmentConfig:
         "reduction": ("mean", "sum"),
         "generator": ("model", "projections"),
         "adversary_optimizer": ("adam", None),
+        "stream": (None, "layer"),
     }
 
     def __post_init__(self) -> None:
@@ -96,6 +98,11 @@ class AlignmentConfig:
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not whole and not (name == "max_tokens" and value is None):
                 raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}.")
+        if self.stream is not None and self.every > 1:
+            raise ConfigError(
+                "every draws among all layers of a forward pass, and with stream='layer' each is matched before the "
+                "next is known. Use max_tokens to match less, or leave one of the two out."
+            )
         if isinstance(self.weight, Auto) and self.adversary_optimizer is None:
             raise ConfigError("weight='auto' needs adversary_optimizer='adam'. Give a number to an optimizer of yours.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
@@ -118,6 +125,7 @@ class AlignmentConfig:
             "until_met": not self.until_met,
             "max_tokens": self.max_tokens is None,
             "every": self.every == 1,
+            "stream": self.stream is None,
         }
         return {name: value for name, value in asdict(self).items() if not idle.get(name)}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.balance import Balance, Weight, at_least_single
-from alignattn.capture import QueryKey
+from alignattn.capture import Projected, QueryKey
 from alignattn.capture.hook import is_compiled_output
 from alignattn.errors import CaptureError
 from alignattn.matching import kernels
@@ -99,15 +99,20 @@ class Delivery:
         return term
 
 
-def _taken_back(record: QueryKey, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Where the gradients of q and k go in this layer: (tensor to be handed it, gradient)."""
-    if pairs and not record.projected:
+def reachable(record: QueryKey) -> list[Projected]:
+    """The outputs of a layer's projections that can be handed a gradient, through their twins."""
+    if not record.projected:
         raise CaptureError(
             f"generator='projections': the query and key projections of {record.name} were not called as modules, or "
             "not in training mode, and cannot be handed a gradient. Use generator='model', or leave it out by layers=."
         )
-    outputs = [p for p in record.projected if p.output.requires_grad and p.twin.requires_grad]
-    if not pairs or not outputs:
+    return [p for p in record.projected if p.output.requires_grad and p.twin.requires_grad]
+
+
+def _taken_back(record: QueryKey, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Where the gradients of q and k go in this layer: (tensor to be handed it, gradient)."""
+    outputs = reachable(record) if pairs else []
+    if not outputs:
         return []
     tensors, gradients = zip(*pairs, strict=True)
     targets = [p.output for p in outputs]

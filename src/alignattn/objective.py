@@ -45,6 +45,17 @@ class Watcher(Protocol):
         """Queries and keys [l, b, h, tokens, d] of the layers `names`, masks [l, b, tokens]."""
 
 
+class Labelled(Protocol):
+    """What the logs say of a call, and by how much its samples count."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def call(self) -> int: ...
+    @property
+    def sample_weight(self) -> Tensor | None: ...
+
+
 @dataclass(frozen=True)
 class _Stack:
     """Records that are matched in one call."""
@@ -128,7 +139,7 @@ class Objective:
         every_layer: bool = True,
     ) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
-        shares = self._shares(forwards)
+        shares = self.shares([len(some) for some in forwards])
         records = [record for some in forwards for record in some]
         self.counted = 1
         if not every_layer:
@@ -139,7 +150,7 @@ class Objective:
             return self._traced(records, shares, weight, watchers)
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
         leaves = [
-            record if acts and self._is_matched_whole(record) else _leaf(record, wanted=acts) for record in records
+            record if acts and self._is_matched_whole(record) else leaf(record, wanted=acts) for record in records
         ]
         rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self._scale(leaves, shares)
@@ -154,9 +165,9 @@ class Objective:
             parts = _without_shares(found.values, [shares[place] for place in stack.places])
             for at, place in enumerate(stack.places):
                 of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.of_query, found.of_key))
-                matched[place] = _Matched(parts[at], *_through_unpacking(leaves[place], rows[place], of_row))
+                matched[place] = _Matched(parts[at], *through_unpacking(leaves[place], rows[place], of_row))
             of_networks = [added(one, other) for one, other in zip(of_networks, found.of_networks, strict=True)]
-        total = values[0] if len(values) == 1 else _sum(values)
+        total = values[0] if len(values) == 1 else sum_of(values)
         handed = delivery.Delivery(weight * total, leases=[lease for lease in leases if lease is not None])
         factor = weight / scale
         for place, record in enumerate(records if acts else ()):
@@ -168,7 +179,7 @@ class Objective:
         for parameter, gradient in zip(self.matcher.parameters(), of_networks, strict=True):
             if gradient is not None:
                 handed.to(parameter, gradient, of_networks_factor)
-        return handed.term(), _parts(rows, [matched[place].part for place in range(len(records))])
+        return handed.term(), parts_of(rows, [matched[place].part for place in range(len(records))])
 
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""
@@ -227,8 +238,12 @@ class Objective:
 
         They still count in the loss that is told.
         """
-        acting = None if self.met is None else self.met.acting(stack.names, stack.outer.shape[2], stack.outer.device)
+        acting = self.acting(stack.names, stack.outer.shape[2], stack.outer.device)
         return stack.outer if acting is None else stack.outer * acting
+
+    def acting(self, names: list[str], heads: int, device: torch.device) -> Tensor | None:
+        """One for every head that is to be moved, zero for the others, [l, 1, h]; None: all are."""
+        return None if self.met is None else self.met.acting(names, heads, device)
 
     def _scale(self, records: list[QueryKey], shares: list[float]) -> float:
         """Brings a token's gradient to about one: on its way it may be in fp16, where 1e-7 is nothing."""
@@ -257,16 +272,16 @@ class Objective:
             losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]
-        total = _sum(values)
-        parts = _parts(rows, [value.detach() / share for value, share in zip(values, shares, strict=True)])
+        total = sum_of(values)
+        parts = parts_of(rows, [value.detach() / share for value, share in zip(values, shares, strict=True)])
         if self.weighs_networks:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
 
-    def _shares(self, forwards: Forwards) -> list[float]:
-        """What each record counts in the total."""
+    def shares(self, counts: list[int]) -> list[float]:
+        """What each record counts in the total, `counts` of them in each forward pass."""
         mean = self.config.reduction == "mean"
-        return [1 / len(forwards) / (len(some) if mean else 1) for some in forwards for _ in some]
+        return [1 / len(counts) / (count if mean else 1) for count in counts for _ in range(count)]
 
     def _stacks(self, records: list[QueryKey], shares: list[float]) -> list[_Stack]:
         return [self._stacked(places, records, shares) for places in self._groups(records)]
@@ -308,12 +323,24 @@ class Objective:
         return _Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer)
 
     def _show(self, stack: _Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
-        masks = self.matcher.counted(stack.query_mask), self.matcher.counted(stack.key_mask)
+        self.show(stack.names, query, key, stack.query_mask, stack.key_mask, watchers)
+
+    def show(
+        self,
+        names: list[str],
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        watchers: Watchers,
+    ) -> None:
+        """Let watchers look at what is matched."""
+        masks = self.matcher.counted(query_mask), self.matcher.counted(key_mask)
         for watcher in watchers:
-            watcher.watch(stack.names, query.detach(), key.detach(), *masks)
+            watcher.watch(names, query.detach(), key.detach(), *masks)
 
 
-def _sum(values: list[Tensor]) -> Tensor:
+def sum_of(values: list[Tensor]) -> Tensor:
     """Layers may be on several devices."""
     return torch.stack([value.to(values[0].device) for value in values]).sum()
 
@@ -325,7 +352,7 @@ def _without_shares(values: Tensor, shares: list[float]) -> list[Tensor]:
     return [value / share for value, share in zip(values.unbind(), shares, strict=True)]
 
 
-def _parts(records: list[QueryKey], values: list[Tensor]) -> Parts:
+def parts_of(records: Sequence[Labelled], values: list[Tensor]) -> Parts:
     """Each call's part by name; the mean where several passes have it."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for record, value in zip(records, values, strict=True):
@@ -340,13 +367,13 @@ def is_nothing(weight: Weight) -> bool:
     return isinstance(weight, float) and weight == 0
 
 
-def _leaf(record: QueryKey, *, wanted: bool) -> QueryKey:
+def leaf(record: QueryKey, *, wanted: bool) -> QueryKey:
     """Queries and keys apart from the graph that made them; packed ones are unpacked behind this."""
     sides = [side.detach().requires_grad_(wanted and side.requires_grad) for side in (record.query, record.key)]
     return replace(record, query=sides[0], key=sides[1])
 
 
-def _through_unpacking(
+def through_unpacking(
     leaf: QueryKey, row: QueryKey, gradients: tuple[delivery.Slice | None, ...]
 ) -> tuple[delivery.Slice | None, delivery.Slice | None]:
     """Gradients of documents as gradients of the rows they were packed in."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,24 +26,44 @@ class Mark:
     def __init__(self) -> None:
         self.set = False
 
-    def __call__(self, _: Tensor) -> None:
+    def __call__(self, _: Any) -> None:
         self.set = True
+
+
+@dataclass(frozen=True)
+class Matched:
+    """An attention call that was matched when it was recorded: its queries and keys are gone (stream.py)."""
+
+    name: str
+    call: int
+    samples: int
+    losses: Tensor  # [b], or one for each packed document
+    layer: Any  # what its backward needs to know
+    behind: torch.autograd.graph.Node | None  # the queries in the graph, which holds nothing of their numbers
+    sample_weight: Tensor | None = None  # [b], as QueryKey's
+
+    def watch_backward(self, mark: Callable[[Any], None]) -> bool:
+        """Call `mark` when a gradient comes to where the queries were; False where none will."""
+        if self.behind is not None:
+            self.behind.register_prehook(mark)
+        return self.behind is not None
+
+
+Record = QueryKey | Matched
 
 
 @dataclass
 class Pass:
     """The attention calls of one forward pass."""
 
-    records: list[QueryKey] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     mark: Mark | None = None
 
     def watch_backward(self) -> None:
         """Know when gradients go through these queries and keys; in compiled code autograd does not tell."""
-        for record in reversed(self.records):
-            if record.query.requires_grad and not torch.compiler.is_compiling():
-                self.mark = Mark()
-                record.query.register_hook(self.mark)
-                return
+        mark = Mark()
+        if not torch.compiler.is_compiling() and any(record.watch_backward(mark) for record in reversed(self.records)):
+            self.mark = mark
 
     @property
     def passed_backward(self) -> bool:
@@ -101,7 +122,12 @@ class Passes:
             self.handed_out.append((done.mark, mark))
             del self.handed_out[:-MOST_PASSES]  # without updates nobody asks
 
-    def add(self, record: QueryKey) -> None:
+    @property
+    def are_none(self) -> bool:
+        """Whether the next call is the first that the next loss is of."""
+        return not self and self.recording is None
+
+    def add(self, record: Record) -> None:
         """A call of the pass that is being recorded."""
         if self.recording is None:
             self.recording = Pass()
@@ -128,14 +154,14 @@ class Passes:
         name = f"record.{len(records)}" if name is None else name
         return QueryKey(query, key, *masks, name=name, call=sum(record.name == name for record in records))
 
-    def begins(self, record: QueryKey) -> bool:
+    def begins(self, record: Record) -> bool:
         """Whether the call must be of another pass: its layer was called before, and others since."""
         if self.recording is None or self.recording.passed_backward:
             return True
         records = self.recording.records
         return len(records) >= MOST_CALLS or (record.call > 0 and records[-1].name != record.name)
 
-    def add_first(self, record: QueryKey) -> None:
+    def add_first(self, record: Record) -> None:
         """The first call of a pass that waits from now on, and is added to."""
         self.recording = Pass([replace(record, call=0)])
         self.recording.watch_backward()
@@ -146,7 +172,7 @@ class Passes:
         weights: dict[int, Tensor] = {}
         for one in self.waiting:
             for place, record in enumerate(one.records):
-                samples = len(record.query)
+                samples = record.samples
                 if record.sample_weight is None:
                     weights[samples] = weights[samples] if samples in weights else share(samples)
                     one.records[place] = replace(record, sample_weight=weights[samples])
@@ -155,7 +181,7 @@ class Passes:
         """Whether the samples of those that wait have their weights."""
         return any(record.sample_weight is not None for one in self.waiting for record in one.records)
 
-    def take(self) -> list[list[QueryKey]]:
+    def take(self) -> list[list[Any]]:
         """The records of all that waited; none do any more."""
         taken = [one.records for one in self.waiting if one.records]
         self.waiting.clear()

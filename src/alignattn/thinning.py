@@ -22,6 +22,8 @@ COMPILED = (
     "leave out torch.compile."
 )
 
+Places = tuple[Tensor | None, Tensor | None]  # of queries and of keys, [b, tokens]; None: all
+
 
 class Thinning:
     """Draws what is matched."""
@@ -60,21 +62,16 @@ class Thinning:
 
     def tokens(self, row: QueryKey) -> QueryKey:
         """The same, with as many tokens as may be."""
+        return thinned(row, self.places(row))
+
+    def places(self, row: QueryKey) -> Places | None:
+        """Those tokens, drawn; None: all."""
         most = self.max_tokens
         if most is None or max(row.query.shape[2], row.key.shape[2]) <= most:
-            return row
+            return None
         of_query = self._drawn(row.query, row.query_mask, most)
         together = row.query.shape[2] == row.key.shape[2] and _alike(row.query_mask, row.key_mask)
-        of_key = of_query if together else self._drawn(row.key, row.key_mask, most)
-        return replace(
-            row,
-            query=_taken(row.query, of_query),
-            key=_taken(row.key, of_key),
-            query_mask=_taken_of_mask(row.query_mask, of_query),
-            key_mask=_taken_of_mask(row.key_mask, of_key),
-            query_output=None,
-            key_output=None,
-        )
+        return of_query, of_query if together else self._drawn(row.key, row.key_mask, most)
 
     def _drawn(self, tokens: Tensor, mask: Tensor | None, most: int) -> Tensor | None:
         """Places [b, most], in the order of the sequence; valid ones first where there are too few. None: all."""
@@ -89,6 +86,22 @@ class Thinning:
         if mask is not None:
             chances = chances.masked_fill(~mask, -1.0)
         return chances.topk(most, dim=1).indices.sort(1).values
+
+
+def thinned(row: QueryKey, places: Places | None) -> QueryKey:
+    """The same, with the tokens at these places."""
+    if places is None:
+        return row
+    of_query, of_key = places
+    return replace(
+        row,
+        query=_taken(row.query, of_query),
+        key=_taken(row.key, of_key),
+        query_mask=_taken_of_mask(row.query_mask, of_query),
+        key_mask=_taken_of_mask(row.key_mask, of_key),
+        query_output=None,
+        key_output=None,
+    )
 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:

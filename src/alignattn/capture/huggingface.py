@@ -76,7 +76,7 @@ class HuggingFaceSocket(ProjectedSocket):
 
     def _note_cross(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.tap.active:
+            if self.tap.active or self.tap.recomputes(module):
                 self.cross[module] = attends_elsewhere(names, args, kwargs)
                 if module in self.sites and self.tap.records_from(module):
                     self.called(module)

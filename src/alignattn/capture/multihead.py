@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture.hook import Hook, in_backward
@@ -97,7 +98,8 @@ class MultiheadSocket(Socket):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert isinstance(module, nn.MultiheadAttention)
         recorded = self.tap.records_from(module)
-        if not recorded and not (in_backward() and module.training and torch.is_grad_enabled()):
+        again = in_backward() and module.training and torch.is_grad_enabled() and not self.tap.keeps_nothing
+        if not recorded and not again:
             return
         given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
         cross = given["key"] is not given["query"]
@@ -106,10 +108,28 @@ class MultiheadSocket(Socket):
         inputs = _batched(module, given["query"]), _batched(module, given["key"])
         if self.tap.projections:
             inputs = inputs[0].detach(), inputs[1].detach()
-        query, key = _project(module, inputs[0], 0), _project(module, inputs[1], 1)
         if not recorded:  # a checkpointed layer must save the same tensors when it is computed again
+            _project(module, inputs[0], 0), _project(module, inputs[1], 1)
             return
-        key_mask = valid_keys(_bias(given, query, key), key.shape[0], key.shape[2])
+        if not self.tap.keeps_nothing:
+            self._take(module, *inputs, given)
+            return
+        # The copies are nobody's but ours, and would be kept for the backward: it computes them again.
+        once = [given]
+
+        def take(of_query: Tensor, of_key: Tensor) -> None:
+            self._take(module, of_query, of_key, once.pop() if once else None)
+
+        checkpoint(take, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def _take(
+        self, module: nn.MultiheadAttention, of_query: Tensor, of_key: Tensor, given: dict[str, Any] | None
+    ) -> None:
+        """Hand one call over; without what it was given, and so without masks, where it was handed over before."""
+        query, key = _project(module, of_query, 0), _project(module, of_key, 1)
+        bias = None if given is None else _bias(given, query, key)
+        key_mask = valid_keys(bias, key.shape[0], key.shape[2])
+        cross = given is None or given["key"] is not given["query"]
         query_mask = None if cross or key_mask is None else key_mask[:, : query.shape[2]]
         self.tap.take(
             QueryKey(
@@ -120,8 +140,8 @@ class MultiheadSocket(Socket):
                 name=self.sites[module].name,
                 # From a detached input, they are their own twins.
                 projected=(Projected(query, query), Projected(key, key)) if self.tap.projections else (),
-                query_source=_source(module, inputs[0], 0),
-                key_source=_source(module, inputs[1], 1),
+                query_source=_source(module, of_query, 0),
+                key_source=_source(module, of_key, 1),
             )
         )
 

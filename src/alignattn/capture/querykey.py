@@ -69,10 +69,6 @@ class Source:
         merged = of_copies[:, :, : self.tokens.shape[1]].transpose(1, 2).flatten(2)  # (b, n, rows): no extra tokens
         return merged.flatten(0, 1).float().mT @ self.tokens.flatten(0, 1).float()
 
-    def rows(self, gradient: Float[Tensor, "all e"], count: int) -> Float[Tensor, "rows e"]:
-        """Those rows of the whole weight's gradient."""
-        return gradient[self.start : self.start + count].float()
-
 
 @dataclass(frozen=True)
 class QueryKey:
@@ -117,6 +113,17 @@ class QueryKey:
     @property
     def _who(self) -> str:
         return self.name or "record"
+
+    @property
+    def samples(self) -> int:
+        """As many as were recorded, packed or not."""
+        return len(self.query)
+
+    def watch_backward(self, mark: Callable[[Tensor], None]) -> bool:
+        """Call `mark` when a gradient comes to the queries; False where none will."""
+        if self.query.requires_grad:
+            self.query.register_hook(mark)
+        return self.query.requires_grad
 
     def unpacked(self) -> "QueryKey":
         """One row a document, where several were packed into one row."""

@@ -68,7 +68,7 @@ class SdpaSocket(ProjectedSocket):
 
     def _enter(self, names: list[str]) -> Any:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.mode is None and self.tap.attend is not None:
+            if self.mode is None and (self.tap.attend is not None or self.tap.recomputes(module)):
                 self.open()  # a checkpointed layer is recomputed in the backward pass, and as it was computed
                 self.recomputing = True
             if self.mode is not None:

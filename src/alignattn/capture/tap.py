@@ -33,7 +33,7 @@ class Tap:
     `watch` is given the queries and keys of each call; `attend` computes the attention in the model's place. A record
     is taken iff the module is training and gradients are on, or, with `always`, in every forward pass. The recorder
     is open while the model's own forward runs: a checkpointed layer that is recomputed in the backward pass finds it
-    closed.
+    closed, and is handed to `again`, if anywhere.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class Tap:
         finish: Callable[[Any, dict[str, Any]], Any] | None = None,
         abandon: Callable[[], None] | None = None,  # instead of finish, where the forward pass raised
         recomputed: Callable[[], None] | None = None,  # the model itself runs within a backward pass
+        # A recorded call is computed again, as part of a checkpoint: given its queries and keys, and asked before
+        # whether any call of a module of this name is still to be, so that others are left alone.
+        again: Callable[[QueryKey], None] | None = None,
+        awaits: Callable[[str], bool] | None = None,
         layers: Layers = None,
         cross: bool = False,
         always: bool = False,
@@ -61,7 +65,7 @@ class Tap:
         self.projections = projections
         self.recording = False
         self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
-        self._recomputed = recomputed
+        self._recomputed, self._again, self._awaits = recomputed, again, awaits
         self._segments: Tensor | None = None
         self._valid: tuple[Tensor, tuple[int, int], Tensor | None] | None = None
         self._calls: dict[str, int] = {}
@@ -99,15 +103,29 @@ class Tap:
     def records_from(self, module: nn.Module) -> bool:
         """Whether a call of this attention module is to be recorded now."""
         if not self.recording:
-            return False
+            return self.recomputes(module)
         if self.always:
             return True
         if module.training and not torch.is_grad_enabled():
             self._refuse_reentrant_checkpointing(module)
         return module.training and torch.is_grad_enabled()
 
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether what is recorded is not to be kept for the backward, where it can be computed again."""
+        return self._again is not None
+
+    def recomputes(self, module: nn.Module) -> bool:
+        """Whether a recorded call of this module is computed again, and what it was recorded for wants to see it."""
+        if self._again is None or self._awaits is None or self.recording or not in_backward():
+            return False
+        return module.training and torch.is_grad_enabled() and self._awaits(self._name_of(module))
+
     def take(self, record: QueryKey) -> None:
         """A call was seen by a socket."""
+        if not self.recording and self._again is not None:
+            self._again(record)
+            return
         if self._watch is None:
             return
         call = self._calls.get(record.name, 0)
@@ -118,6 +136,8 @@ class Tap:
 
     def valid_keys(self, mask: Tensor | None, samples: int, keys: int) -> Tensor | None:
         """Which keys a mask leaves to any query. All layers of a model are given one mask: it is read once."""
+        if self.keeps_nothing and not self.recording:
+            return None  # of a call that was recorded before, and its mask with it
         if mask is None or torch.compiler.is_compiling():
             return valid_keys(mask, samples, keys)
         if self._valid is None or self._valid[0] is not mask or self._valid[1] != (samples, keys):

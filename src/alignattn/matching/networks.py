@@ -72,7 +72,7 @@ class LayeredLinear(nn.Module):
         return linear(tokens, *self.of(tokens, layers, fixed=fixed))
 
     def of(
-        self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool
+        self, tokens: Float[Tensor, "l t _"], layers: Int[Tensor, " l"] | None, *, fixed: bool
     ) -> tuple[Float[Tensor, "l i o"], Float[Tensor, "l 1 o"]]:
         """Weights and biases for these tokens."""
         weight, bias = self.weight.to(tokens), self.bias.to(tokens)

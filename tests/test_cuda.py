@@ -164,3 +164,21 @@ def test_nan_is_named_by_records_too(bert, batch):
     torch.cuda.synchronize()
     with pytest.raises(NonFiniteError, match=r"layer\.1"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_streamed_layers_feel_what_they_feel_together(bert, batch, method, checkpointed):
+    for module in bert.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    found = []
+    for stream in (None, "layer"):
+        model = copy.deepcopy(bert).cuda().train()
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        alignattn.align(model, method, weight=0.5, stream=stream)
+        loss = model(**{name: tensor.cuda() for name, tensor in batch.items()}).loss
+        loss.backward()
+        found.append((loss.detach(), model.bert.encoder.layer[0].attention.self.key.weight.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)

@@ -112,8 +112,8 @@ class Discriminator(nn.Module):
 
     @property
     def serves_both(self) -> bool:
-        """Whether features and answers can come out of one pass: those of the plain forms take two."""
-        return self.transform is not None and self.gate is not None
+        """Whether features and answers can come out of one pass: plain forms take two, and so does compiled code."""
+        return self.transform is not None and self.gate is not None and not torch.compiler.is_compiling()
 
     def features_and_answers(
         self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None

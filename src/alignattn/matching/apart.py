@@ -70,10 +70,12 @@ class _Apart(torch.autograd.Function):
         tokens, both, carried = ctx.saved_tensors[9:12]
         way = highway.Way(tokens, both, carried, features)
         side_by_side = highway.Weights(*ctx.saved_tensors[12:])
+        felt = None
         if ctx.needs_input_grad[0]:
-            of_tokens = highway.of_tokens(highway.back(way, side_by_side, of_features), side_by_side)
+            felt = highway.back(way, side_by_side, of_features)
+            of_tokens = highway.of_tokens(felt, side_by_side)
         if through is not None:
-            found = highway.of_weights(highway.back(way, side_by_side, through), way)
+            found = highway.of_weights(highway.back(way, side_by_side, through, over=felt), way)
             (w_t, w_g), (b_t, b_g) = found.both.chunk(2, -1), found.both_bias.chunk(2, -1)
             of_weights[:6] = w_t, b_t, w_g, b_g, found.hidden, found.hidden_bias
         return of_tokens, *of_weights

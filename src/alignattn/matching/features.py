@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.errors import checked
-from alignattn.matching.tokens import check_pair, full_precision, told_apart, upcast
+from alignattn.matching.tokens import check_pair, clear, cleared, full_precision, told_apart, upcast
 
 
 @checked(check_pair)
@@ -53,17 +53,13 @@ class _Distance(torch.autograd.Function):
     ) -> Float[Tensor, "b h"]:
         v, w = _weights(query, query_mask), _weights(key, key_mask)  # (b, 1, tokens)
         n, m = v.sum(-1), w.sum(-1)  # (b, 1)
-        sides = [
-            tokens.clone() if mask is None else tokens.masked_fill(~mask[:, None, :, None], 0.0)
-            for tokens, mask in ((query, query_mask), (key, key_mask))
-        ]
+        sides = [cleared(query, query_mask), cleared(key, key_mask)]
         size = sum((_squares(side) / (side.shape[2] * side.shape[3]) for side in sides), start=torch.zeros_like(n)) / 2
         # Products are of features around their common mean, which matters where masks leave some own pairs out.
         centre = (sides[0].sum(2) / n.clamp_min(1)[..., None] + sides[1].sum(2) / m.clamp_min(1)[..., None]) / 2
         for side, mask in zip(sides, (query_mask, key_mask), strict=True):
             side -= centre[:, :, None]
-            if mask is not None:
-                side.masked_fill_(~mask[:, None, :, None], 0.0)
+            clear(side, mask)
         x, y = sides
         own = v * w if x.shape[2] == y.shape[2] else None
         sum_x, sum_y = x.sum(2), y.sum(2)  # (b, h, e)
@@ -114,8 +110,8 @@ class _Distance(torch.autograd.Function):
 
 
 def _squares(features: Float[Tensor, "b h n e"]) -> Float[Tensor, "b h"]:
-    squares: Tensor = torch.linalg.vecdot(features.flatten(2), features.flatten(2))
-    return squares
+    norms: Tensor = torch.linalg.vector_norm(features.flatten(2), dim=-1)  # nothing as large as the features is stored
+    return norms.square()
 
 
 def _weights(tokens: Float[Tensor, "b h n e"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b 1 n"]:

@@ -41,6 +41,7 @@ class Felt(NamedTuple):
     tokens: Float[Tensor, "l t d"]  # on the way past R and G
     both: Float[Tensor, "l t 2d"]
     hidden: Float[Tensor, "l t k"]
+    carried: Float[Tensor, "l t d"]  # to be written over
 
 
 def forth(tokens: Float[Tensor, "l t d"], weights: Weights) -> Way:
@@ -52,17 +53,20 @@ def forth(tokens: Float[Tensor, "l t d"], weights: Weights) -> Way:
     return Way(tokens, both, carried, features)
 
 
-def back(way: Way, weights: Weights, outer: Float[Tensor, "l t k"]) -> Felt:
-    """Where features feel `outer`."""
+def back(way: Way, weights: Weights, outer: Float[Tensor, "l t k"], over: Felt | None = None) -> Felt:
+    """Where features feel `outer`. `over`: what nobody needs any more is written over, as fresh memory takes time."""
     transformed, gate = way.both.chunk(2, -1)
-    of_hidden = torch.ops.aten.leaky_relu_backward(outer, way.features, SLOPE, True)
-    of_carried = of_hidden @ weights.hidden.mT
+    if over is None:
+        of_hidden, of_both, of_carried = map(torch.empty_like, (way.features, way.both, way.carried))
+    else:
+        of_hidden, of_both, of_carried = over.hidden, over.both, over.carried
+    torch.ops.aten.leaky_relu_backward(outer, way.features, SLOPE, True, grad_input=of_hidden)
+    torch.bmm(of_hidden, weights.hidden.mT, out=of_carried)
     of_tokens = torch.addcmul(of_carried, of_carried, gate, value=-1)
-    of_both = torch.empty_like(way.both)
     of_transformed, of_gate = of_both.chunk(2, -1)
     torch.ops.aten.threshold_backward(of_carried.mul_(gate), transformed, 0.0, grad_input=of_transformed)
     torch.sub(way.carried, way.tokens, out=of_gate).mul_(of_tokens)
-    return Felt(of_tokens, of_both, of_hidden)
+    return Felt(of_tokens, of_both, of_hidden, of_carried)
 
 
 def of_tokens(felt: Felt, weights: Weights) -> Float[Tensor, "l t d"]:

@@ -79,10 +79,14 @@ def cleared(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None) 
 
     Bits are cleared, which stops NaN as well: masked_fill was measured at seven times that on a CPU.
     """
-    double = tokens.dtype == torch.float64
-    dtype, bits = (torch.float64, torch.int64) if double else (torch.float32, torch.int32)
-    tokens = tokens.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    dtype = torch.float64 if tokens.dtype == torch.float64 else torch.float32
+    return clear(tokens.to(dtype, copy=True, memory_format=torch.contiguous_format), mask)
+
+
+def clear(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b h n d"]:
+    """The same, in place."""
     if mask is not None:
+        bits = torch.int64 if tokens.dtype == torch.float64 else torch.int32
         tokens.view(bits).bitwise_and_(-mask[:, None, :, None].to(bits))  # all bits, or none
     return tokens
 

@@ -27,15 +27,18 @@ def matcher_of(method, preset):
     return matcher
 
 
+ONE = LAYERS * HEADS * (N + M) * WIDTH  # sample
+
+
 @pytest.mark.parametrize("preset", ["stable", "paper"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, 2 * LAYERS * HEADS * (N + M) * WIDTH, 2**30])  # one sample at a time, two, all
+@pytest.mark.parametrize("size", [1, ONE, 2 * ONE, 2**30])  # one head of one sample at a time, one sample, two, all
 def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, monkeypatch):
     monkeypatch.setitem(at_once.PIECE, "cpu", size)
     matcher = matcher_of(method, preset)
     query, key, query_mask, key_mask, outer = problems()
     pieces = at_once._pieces(matcher, query, key)
-    assert len(pieces) == {1: SAMPLES, 2**30: 1}.get(size, 3)
+    assert len(pieces) == {1: SAMPLES * HEADS, ONE: SAMPLES, 2**30: 1}.get(size, 3)
 
     leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]
     losses = matcher(*leaves, query_mask, key_mask, ["a", "b"])
@@ -47,6 +50,13 @@ def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, monke
         torch.testing.assert_close(told, truth, rtol=1e-4, atol=1e-6)
     assert found.query.abs().max() > 0
     assert all(p.grad is None for p in matcher.parameters())  # nothing is left where nobody asked for it
+
+
+def test_heads_that_are_transported_to_each_other_stay_together(monkeypatch):
+    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+    matcher = matcher_of("ct", "released")
+    query, key, *_ = problems()
+    assert len(at_once._pieces(matcher, query, key)) == SAMPLES
 
 
 def test_a_matching_of_ones_own_is_not_cut_up(monkeypatch):

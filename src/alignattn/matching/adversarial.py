@@ -80,7 +80,7 @@ class AdversarialMatcher(Matcher):
     """One discriminator a layer, shared by its heads."""
 
     config: AdversarialConfig
-    separable = replayable = True
+    separable = separable_by_heads = replayable = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator]:
         config = self.config

@@ -1,8 +1,7 @@
-"""Losses and their gradients at once, a few samples at a time.
+"""Losses and their gradients at once, a few samples at a time, or a few heads of one.
 
-Problems of different samples know nothing of each other. So a matching can be differentiated piece by piece, before
-the model's own backward: what a piece needs in memory is free before the next begins, and on a CPU a piece stays in
-cache.
+Problems know nothing of each other. So a matching can be differentiated piece by piece, before the model's own
+backward: what a piece needs in memory is free before the next begins, and on a CPU a piece stays in cache.
 """
 
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ from alignattn.matching.matcher import Matcher
 # wants few launches, and little memory beside the model's.
 PIECE = {"cpu": 2**20}
 LARGEST_PIECE = 2**24
+
+Piece = tuple[slice, slice, slice]  # of calls, of samples, of heads
 
 
 @dataclass(frozen=True)
@@ -56,28 +57,30 @@ def differentiate(
     networks: list[Tensor | None] = [None] * len(own)
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
-    losses = []
+    losses: Tensor | None = None
     for piece in _pieces(matcher, query, key):
-        leaves = [side[:, piece].detach().requires_grad_(want) for side, want in tokens]
-        masks = [None if mask is None else mask[:, piece] for mask in (query_mask, key_mask)]
+        leaves = [side[piece].detach().requires_grad_(want) for side, want in tokens]
+        masks = [None if mask is None else mask[piece[:2]] for mask in (query_mask, key_mask)]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         # The backward too: a user's autocast would take its products to half precision.
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
             given = (leaves[0], leaves[1], masks[0], masks[1], names)
             values: Tensor = functional_call(matcher, parameters, given) if own else matcher(*given)
-            losses.append(values.detach())
+            losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
+            losses[piece] = values.detach()
             chosen = [parameters[own[place][0]] for place in learning]
             of = [*(leaf for leaf in leaves if leaf.requires_grad), *chosen]
-            arrived = iter(_gradients(values, of, outer[:, piece]))
+            arrived = iter(_gradients(values, of, outer[piece]))
         for side, (whole, want) in enumerate(tokens):
             gradient = next(arrived) if want else None
             if gradient is not None:
                 of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, like=whole, in_place=in_place)
             elif want and in_place:
-                whole[:, piece] = 0.0
+                whole[piece] = 0.0
         for place, gradient in zip(learning, arrived, strict=True):
             networks[place] = added(networks[place], gradient)
-    return Differentiated(torch.cat(losses, 1), of_tokens[0], of_tokens[1], networks)
+    assert losses is not None  # there is a piece at least
+    return Differentiated(losses, of_tokens[0], of_tokens[1], networks)
 
 
 def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tensor | None]:
@@ -86,15 +89,15 @@ def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tens
     return torch.autograd.grad(values, of, outer.to(values), allow_unused=True)
 
 
-def _with_piece(sofar: Tensor | None, piece: slice, gradient: Tensor, *, like: Tensor, in_place: bool) -> Tensor:
+def _with_piece(sofar: Tensor | None, piece: Piece, gradient: Tensor, *, like: Tensor, in_place: bool) -> Tensor:
     """Zeros where no gradient has come."""
     if in_place:
-        like[:, piece] = gradient
+        like[piece] = gradient
         return like
     if sofar is None and gradient.shape == like.shape:
         return gradient
     sofar = torch.zeros_like(like) if sofar is None else sofar
-    sofar[:, piece] = gradient
+    sofar[piece] = gradient
     return sofar
 
 
@@ -105,12 +108,22 @@ def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one + other
 
 
-def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[slice]:
-    """Of about one size."""
-    samples = query.shape[1]
+def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[Piece]:
+    """Of about one size: samples, and heads of a sample that is larger by itself."""
+    samples, heads = query.shape[1:3]
+    everything = slice(None)
     if not matcher.is_separable():
-        return [slice(0, samples)]
+        return [(everything, everything, everything)]
     size = PIECE.get(query.device.type, LARGEST_PIECE)
-    step = max(1, min(samples, size * samples // (query.numel() + key.numel())))
-    step = -(-samples // -(-samples // step))
-    return [slice(start, start + step) for start in range(0, samples, step)]
+    of_sample = (query.numel() + key.numel()) // samples
+    some_heads = [everything]
+    if of_sample > size and matcher.is_separable_by_heads():
+        some_heads = _ranges(heads, size * heads // of_sample)
+    return [(everything, some, of) for some in _ranges(samples, size // of_sample) for of in some_heads]
+
+
+def _ranges(count: int, most: int) -> list[slice]:
+    """All of so many, at most so many at a time."""
+    step = max(1, min(count, most))
+    step = -(-count // -(-count // step))
+    return [slice(start, start + step) for start in range(0, count, step)]

@@ -127,7 +127,11 @@ class ConditionalMatcher(Matcher):
     """One critic and one navigator a layer, shared by its heads."""
 
     config: ConditionalConfig
-    separable = replayable = True
+    separable = separable_by_heads = replayable = True
+
+    def is_separable_by_heads(self) -> bool:
+        """Not where they are transported to each other."""
+        return self.config.transported == "tokens" and super().is_separable_by_heads()
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator | Navigator]:
         hidden, out = self.config.hidden_width, self.config.feature_width

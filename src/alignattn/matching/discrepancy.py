@@ -283,7 +283,7 @@ class DiscrepancyMatcher(Matcher):
     """MMD has nothing to learn: queries and keys descend it."""
 
     config: DiscrepancyConfig
-    separable = replayable = True
+    separable = separable_by_heads = replayable = True
 
     def is_replayable(self) -> bool:
         """A median is sorted for, which may wait for the device."""

@@ -61,6 +61,7 @@ class Matcher(nn.Module):
     """
 
     separable: ClassVar[bool] = False  # see is_separable
+    separable_by_heads: ClassVar[bool] = False
     replayable: ClassVar[bool] = False  # see is_replayable
 
     def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
@@ -107,6 +108,10 @@ class Matcher(nn.Module):
         has not said so.
         """
         return cls._says("separable")
+
+    def is_separable_by_heads(self) -> bool:
+        """Whether heads know nothing of each other either. Said by `separable_by_heads = True`, likewise."""
+        return self._says("separable_by_heads")
 
     def is_replayable(self) -> bool:
         """Whether what is done to tensors of one shape is always the same, without asking the device or chance.

@@ -180,7 +180,7 @@ class TransportMatcher(Matcher):
     """Optimal transport has nothing to learn: queries and keys descend the cost of the plan between them."""
 
     config: TransportConfig
-    separable = replayable = True
+    separable = separable_by_heads = replayable = True
 
     def is_replayable(self) -> bool:
         """With more iterations it asks the device whether all are done."""

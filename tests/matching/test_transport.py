@@ -201,3 +201,24 @@ def test_three_iterations_are_enough_at_the_scale_of_the_data():
     assert result.marginal_error.max() < 0.01
     short = optimal_transport(query, key, cost="sqeuclidean", epsilon=0.05, max_iterations=3, tolerance=0.0)
     assert short.marginal_error.max() > 0.1  # at the scale of single distances it is far from that
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 0.4, 0.002])
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_exponential_for_all_iterations_gives_what_one_each_gives(epsilon, masked):
+    from alignattn.matching import sinkhorn
+
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 9, 4, generator=generator), torch.randn(3, 7, 4, generator=generator)
+    log_a, log_b = torch.full((3, 9), 1 / 9).log(), torch.full((3, 7), 1 / 7).log()
+    if masked:
+        log_a[0, 5:], log_b[0, 3:] = -torch.inf, -torch.inf
+        log_a[0, :5], log_b[0, :3] = torch.tensor(1 / 5).log(), torch.tensor(1 / 3).log()
+    alpha, beta = x.square().sum(-1) / 2, y.square().sum(-1) / 2
+    problems = sinkhorn.Problems(x, y, alpha, beta, log_a, log_b, torch.full((3,), epsilon))
+    told = []
+    for scores in (sinkhorn._Scores(problems), sinkhorn._Exponentials(problems)):
+        f, g, iterations = sinkhorn._sinkhorn(problems, scores, 30, 1e-4)
+        told.append((f, g, iterations, *scores.carry(f, g)))
+    assert (scores.exact is not None) == (epsilon == 0.002)  # where exponentials vanish
+    torch.testing.assert_close(told[1], told[0], rtol=2e-3, atol=1e-5)

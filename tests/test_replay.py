@@ -1,6 +1,7 @@
 """Matching by records: on a CPU they are made by doing the work again, on an accelerator by CUDA (test_cuda.py)."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -136,18 +137,48 @@ def test_where_recording_fails_it_is_tried_once():
     assert recorder.asked == 3  # once a layer
 
 
-def test_leaves_and_methods_that_look_are_matched_plainly():
+def test_methods_that_look_are_matched_plainly():
     recorder = Recorder()
     trained("ot", recorder, steps=6, max_iterations=50)
     trained("mmd", recorder, steps=6, bandwidth="median")
     assert recorder.records == 0
+
+
+def test_views_of_a_weight_keep_no_view_of_what_is_lent():
+    recorder = Recorder()
+    alignment = alignattn.Alignment("mmd", weight=0.5, recentre=False)
+    alignment.objective.recorder = recorder
+    weight = torch.nn.Parameter(torch.randn(2, 5, 8))
+    optimizer = torch.optim.SGD([weight], 0.0)
+    before = torch.zeros(0)
+    for step in range(8):
+        key = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(step))
+        alignment.record(weight.view(2, 5, 2, 4).transpose(1, 2), key)
+        loss = alignment.loss()
+        assert step == 0 or torch.equal(before, weight.grad)  # another matching does not write over it
+        optimizer.zero_grad()
+        loss.backward()
+        before = weight.grad.clone()
+        optimizer.step()
+    assert recorder.played
+
+
+def test_recording_draws_no_random_numbers_and_knows_the_settings():
+    recorder = Recorder()
     alignment = alignattn.Alignment("mmd", weight=0.5)
     alignment.objective.recorder = recorder
-    query, key = (torch.randn(2, 2, 5, 4, requires_grad=True) for _ in range(2))
-    for _ in range(6):
-        alignment.record(query, key)
-        alignment.loss().backward()
-    assert recorder.records == 0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.0)
+    query, key = torch.randn(2, 2, 5, 4, requires_grad=True), torch.randn(2, 2, 5, 4)
+    state = torch.random.get_rng_state()
+    for bandwidth in ("mean", 0.3):
+        alignment.matcher.config = dataclasses.replace(alignment.matcher.config, bandwidth=bandwidth)
+        for _ in range(6):
+            alignment.record(query, key)
+            alignment.loss().backward()
+            optimizer.step()
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert recorder.records == 2
+    assert replay._layout(None) is None and replay._layout(torch.ones(1, 1, 1, dtype=torch.bool)) == 1
 
 
 def test_a_copied_alignment_and_a_detached_one_leave_nothing_behind():

@@ -153,12 +153,11 @@ class _Deliver(torch.autograd.Function):
             tell(outer[0])
         ctx.told = []
         products = {id(factor): outer[0] * factor for factor in ctx.factors}
-        last = not _comes_again()
         scaled = [
-            _scaled(whole, products[id(factor)].to(whole.device), in_place=last and bool(ctx.leases) and whole.ndim > 4)
+            _scaled(whole, products[id(factor)].to(whole.device))
             for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True)
         ]
-        if last:
+        if not _comes_again():
             ctx.leases.clear()
         return None, None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
 
@@ -168,12 +167,12 @@ def _comes_again() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _scaled(whole: Tensor, by: Tensor, *, in_place: bool) -> Tensor | list[Tensor]:
+def _scaled(whole: Tensor, by: Tensor) -> Tensor | list[Tensor]:
     """At once; or, where copies in single precision would take much memory, one after the other."""
     if kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT):
         from alignattn.matching.kernels.times import times
 
-        return times(whole, by, whole if in_place else None)
+        return times(whole, by)
     if whole.dtype in (torch.float32, torch.float64) or whole.numel() <= LARGEST:
         return (at_least_single(whole) * by).to(whole.dtype)
     return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]

@@ -158,7 +158,7 @@ class Objective:
         values, leases = [], []
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
         for number, stack in enumerate(self._stacks(rows, shares)):
-            found = self._replayed(number, stack, records, watchers, scale)
+            found = self._replayed(number, stack, watchers, scale)
             found = self._plainly(stack, watchers, scale) if found is None else found
             values.append(found.values.sum())
             leases.append(found.lease)
@@ -185,15 +185,12 @@ class Objective:
         """Give back what they hold in memory."""
         self._replays.clear()
 
-    def _replayed(
-        self, number: int, stack: _Stack, records: list[QueryKey], watchers: Watchers, scale: float
-    ) -> _Together | None:
-        """By a record of this matching, where there is one. Leaves would keep what is lent to them as their own."""
+    def _replayed(self, number: int, stack: _Stack, watchers: Watchers, scale: float) -> _Together | None:
+        """By a record of this matching, where there is one."""
         if len(self._replays) <= number:
             self._replays.append(Replays(self.matcher, self.recorder))
         replays = self._replays[number]
-        origins = [side for place in stack.places for side in (records[place].query, records[place].key)]
-        if not replays.serve(origins[0]) or any(side.is_leaf and side.requires_grad for side in origins):
+        if not replays.serve(stack.queries[0]):
             return None
         of_query, of_key = stack.wants()
         found = replays.match(

@@ -25,7 +25,8 @@ from alignattn.matching.at_once import differentiate
 from alignattn.matching.matcher import Matcher
 
 BEFORE = 2  # plain matchings of a shape: what is set up or compiled for it on first use, is by then
-MOST = 8  # shapes
+MOST = 16  # records: of a shape there is one with figures for the logs, and one without
+LONGEST_MEMORY = 1000  # shapes that were seen and not recorded
 ALIGNED = 256  # bytes: where tensors may begin
 
 
@@ -79,6 +80,7 @@ class Replays:
         self._matcher = matcher
         self._recorder = recorder
         self._seen: Counter[Any] = Counter()
+        self._weights: Any = None  # where the matcher's lie
         self._records: dict[Any, _Record] = {}
         self._memory: Tensor | None = None
         self._lent: weakref.ref[Lease] | None = None
@@ -108,12 +110,16 @@ class Replays:
         of_key: bool,
     ) -> Replayed | None:
         """The matching of these calls, all of one shape; None where it is to be done plainly."""
-        alike = key_mask is query_mask
+        alike, matcher = key_mask is query_mask, self._matcher
+        weights = tuple((p.data_ptr(), p.requires_grad) for p in matcher.parameters())
+        if weights != self._weights or len(self._seen) > LONGEST_MEMORY:  # records of weights that lie elsewhere now
+            self.forget()
+            self._seen.clear()
+            self._weights = weights
         what = (
             tuple(names), queries[0].shape, keys[0].shape, queries[0].dtype, keys[0].dtype, queries[0].device,
-            query_mask is None or query_mask.stride(0), key_mask is None or key_mask.stride(0), alike, of_query, of_key,
-            self._matcher.asked,
-            tuple((p.data_ptr(), p.requires_grad) for p in self._matcher.parameters()),
+            _layout(query_mask), _layout(key_mask), alike, of_query, of_key,
+            matcher.asked, matcher.training, repr(matcher.config),
             torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         if self._lent is not None and self._lent() is not None:
@@ -155,22 +161,20 @@ class Replays:
         matcher = self._matcher
 
         def work() -> Any:
-            before = matcher.taken_back()
             counted = [matcher.counted(mask) for mask in (inputs.query_mask, inputs.key_mask)]
             finite = finite_layers(inputs.query, inputs.key, *counted)
+            before = matcher.taken_back()
             found = differentiate(
                 matcher, inputs.query, inputs.key, inputs.query_mask, inputs.key_mask, names, inputs.acting,
                 of_query=of_query, of_key=of_key, in_place=True,
             )  # fmt: skip
             weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
-            told = matcher.taken_back()
-            for one in before:
-                matcher.tell(*one)
+            told = matcher.taken_back(instead=before)
             return weighed, finite, told, found.query, found.key, found.networks
 
         try:
-            for place in places:  # something to work on that nothing can go wrong with
-                place.normal_()
+            for place, side in zip(places, (queries, keys), strict=True):
+                torch.stack(side, out=place)  # something to work on
             work()  # kernels that are compiled on first use cannot be while they are recorded
             play, put_out = self._record(work)
         except RuntimeError as error:  # something asked the device, or there is no memory for it
@@ -215,6 +219,11 @@ class Replays:
         """Leave no record and no memory behind."""
         self._records.clear()
         self._memory = self._pool = None
+
+
+def _layout(mask: Tensor | None) -> int | None:
+    """Whether there is a mask, and whether all calls share it."""
+    return None if mask is None else mask.stride(0)
 
 
 def _like_mask(mask: Tensor | None) -> Tensor | None:

@@ -315,5 +315,4 @@ def test_times_one_number_in_single_precision(dtype):
     expected = (values.float() * by).to(dtype)
     near = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}  # the interpreter cuts off what a device rounds
     torch.testing.assert_close(times(values, by), expected, **near)
-    assert times(values, by, values) is values
-    torch.testing.assert_close(values, expected, **near)
+    torch.testing.assert_close(times(values.mT, by), expected.mT, **near)  # however they lie in memory

@@ -91,3 +91,10 @@ def test_half_precision_is_computed_in_single(dtype):
         torch.testing.assert_close(told.double(), expected, rtol=1e-4, atol=1e-5)
     scaled[0].sum().backward()
     assert leaf.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+def test_one_point_far_away_stays_one_point(size):
+    point = torch.randn(1, 1, 1, 8, generator=torch.Generator().manual_seed(0)) * size
+    query, key = standardise(point.expand(1, 2, 37, 8), point.expand(1, 2, 41, 8), None, None)
+    assert query.abs().max() < 1e-3 and key.abs().max() < 1e-3

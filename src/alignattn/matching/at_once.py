@@ -84,7 +84,7 @@ def differentiate(
 
 
 def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tensor | None]:
-    if not values.requires_grad:
+    if not of or not values.requires_grad:
         return [None] * len(of)
     return torch.autograd.grad(values, of, outer.to(values), allow_unused=True)
 

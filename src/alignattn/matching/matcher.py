@@ -4,7 +4,7 @@ A *problem* is one sample in one head of one attention call. Calls of one shape 
 where the method has any, are rows of one bank of weights. A matcher knows tensors and layer names, never models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -58,6 +58,7 @@ class Matcher(nn.Module):
     """Base of the four methods. Subclasses give `losses`, and `networks` if they have any.
 
     Queries, keys and the matcher's own parameters get gradients; whatever else a loss is computed with is a constant.
+    Parameters are to be read where they are registered: a copy of the reference elsewhere is such a constant too.
     """
 
     separable: ClassVar[bool] = False  # see is_separable
@@ -131,9 +132,11 @@ class Matcher(nn.Module):
         """A figure for the logs, the mean over so many problems."""
         self._told.setdefault(name, []).append((value, problems))
 
-    def taken_back(self) -> list[tuple[str, Tensor, int]]:
-        """What was told since the last time, as it was told; nothing of it has been told then."""
+    def taken_back(self, instead: Sequence[tuple[str, Tensor, int]] = ()) -> list[tuple[str, Tensor, int]]:
+        """What was told since the last time, as it was told. Then nothing of it has been told, but this `instead`."""
         told, self._told = self._told, {}
+        for one in instead:
+            self.tell(*one)
         return [(name, value, count) for name, parts in told.items() for value, count in parts]
 
     def figures(self) -> dict[str, Tensor]:

@@ -60,10 +60,13 @@ class _Standardise(torch.autograd.Function):
         peak = torch.stack(ends).amax(0).clamp_min(1.0)  # (p, h, 1, 1)
         for side in sides:
             side /= peak
-        mean = (sides[0].sum(2, keepdim=True) + sides[1].sum(2, keepdim=True)) / count  # (p, h, 1, d)
+        # Twice: of many tokens that are one point far away the rounding of the mean would be all that is left.
+        for _ in range(2):
+            mean = (sides[0].sum(2, keepdim=True) + sides[1].sum(2, keepdim=True)) / count  # (p, h, 1, d)
+            for side, there in zip(sides, valid, strict=True):
+                side.addcmul_(there, mean, value=-1)
         squares = torch.zeros_like(peak)
-        for side, there in zip(sides, valid, strict=True):
-            side.addcmul_(there, mean, value=-1)
+        for side in sides:
             squares = squares + torch.linalg.vector_norm(side, dim=(2, 3), keepdim=True).square()
         variance = squares / (count * query.shape[-1]) + (LEAST_VARIANCE**0.5 / peak).square()
         inverse = torch.rsqrt(variance.clamp_min(torch.finfo(variance.dtype).tiny))

@@ -18,9 +18,9 @@ def _times(values, by, out, count, BLOCK: tl.constexpr):
     tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
 
 
-def times(values: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-    """`values` · `by`, of no dimension, in the precision of the values; `out` may be the values themselves."""
+def times(values: Tensor, by: Tensor) -> Tensor:
+    """`values` · `by`, of no dimension, in the precision of the values."""
     values = values.contiguous()
-    out = torch.empty_like(values) if out is None else out
+    out = torch.empty_like(values)
     launch(_times, triton.cdiv(values.numel(), BLOCK), values, by, out, values.numel(), BLOCK=BLOCK)
     return out

@@ -182,3 +182,32 @@ def test_streamed_layers_feel_what_they_feel_together(bert, batch, method, check
         loss.backward()
         found.append((loss.detach(), model.bert.encoder.layer[0].attention.self.key.weight.grad))
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
+
+
+def test_packed_rows_feel_by_records_what_they_feel_plainly():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def refuse(work):
+        raise RuntimeError
+
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(config).train()
+    ids = torch.randint(1, 40, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3, 4, 5]]).cuda()
+    found = []
+    for recorder in (refuse, None):
+        model = copy.deepcopy(plain).cuda()
+        alignment = alignattn.align(model, "mmd", weight=0.5, recentre=False)
+        alignment.objective.recorder = recorder
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+            optimizer.step()
+        found.append(model.model.layers[1].self_attn.k_proj.weight.grad)
+        assert (recorder is refuse) != any(replays._records for replays in alignment.objective._replays)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)

@@ -141,7 +141,7 @@ def test_training_by_records_is_training(bert, batch, method, precision):
             optimizer.zero_grad()
             losses.append(loss.detach())
         replays = alignment.objective._replays[0]
-        assert replays.refused == (recorder is refuse)
+        assert replays.refused == (recorder is refuse), replays.reason
         assert bool(replays._records) != (recorder is refuse)
         found.append((torch.stack(losses).cpu(), model.bert.encoder.layer[1].attention.self.query.weight.detach()))
         alignment.detach()

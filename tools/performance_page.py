@@ -28,17 +28,17 @@ what was asked for. A bar that is missed says so.
 What the limit is: the table of what a step has to do counts it, products of matrices, calls, and the least that
 alignment can move. What a ratio is above that of the operations is the distance that is left.
 
-On an H200 a step of 32 × 128 waits for Python more than for the device. Alignment's calls are recorded and replayed as
-one (design.md), and what is left is the capture of twelve layers, the hooks, and the adversary's step. At 16 × 512 the
-device itself is busy: MMD and OT compare all tokens with all tokens by products of three TF32 parts, GAN and CT pass
-over features as wide as the tokens many times, in kernels of torch's own between ours. There the bars are missed by
-far; fewer parts where the model works in half precision, and fusing those passes, is what is left to do. Memory is that
-of a step that is matched plainly; a record holds as much for good. The whole model under `torch.compile`, lengths up to
-8192 and Sinkhorn beside its peers have not been measured on an accelerator at today's settings.
+On an H200 soft attention takes as long for 32 × 128 as for 16 × 512, which has twice the tokens: the step waits for
+Python. Alignment's calls are recorded and replayed as one (design.md), and what is left is the capture of twelve
+layers, the hooks, and the adversary's step. At 16 × 512 alignment keeps the device busy for longer than Python takes:
+MMD and OT compare all tokens with all tokens by products of three TF32 parts, GAN and CT pass over features as wide as
+the tokens many times, in kernels of torch's own between ours. There the bars are missed by far; fewer parts where the
+model works in half precision, and fusing those passes, is what is left to do. Memory is that of a step that is matched
+plainly; a record holds as much for good. The whole model under `torch.compile`, lengths up to 8192 and Sinkhorn beside
+its peers have not been measured on an accelerator at today's settings.
 
-On two CPU cores, shared with other work, ratios differ by a tenth from run to run. Fresh memory takes such a machine
-longer than arithmetic: GAN's networks are a twentieth of a step's operations, and their features as many numbers as
-all queries and keys.
+Two CPU cores shared with other work are a rough measure: see the quartiles. GAN's networks are a twentieth of a step's
+operations, and what they make of queries and keys is twice as many numbers.
 """
 
 # Whole steps, by the machine's kind and the case: asked for.

@@ -23,7 +23,7 @@ from alignattn.advice import Advice, summary, why_nothing
 from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
-from alignattn.capture.tap import Layers, find_sites
+from alignattn.capture.search import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
 from alignattn.finite import FiniteCheck

@@ -24,7 +24,7 @@ from alignattn.capture import QueryKey, Tap
 from alignattn.capture.basis import EXACT, shared_parameters
 from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.capture.keybias import are_projected
-from alignattn.capture.tap import Layers
+from alignattn.capture.search import Layers
 from alignattn.errors import AlignmentError, NothingCapturedError
 from alignattn.processes import several
 

@@ -5,16 +5,14 @@ The matching is differentiated at once (matching/at_once.py), on detached copies
 of the term hands on what is known by then (delivery.py): what the matching needed in memory is free again before the
 model's own backward begins. Compiled code, which cannot differentiate within itself, takes the plain way.
 
-On an accelerator records of one shape are stacked and matched in one call: one call a layer was measured at two to
-three times a whole training step of soft attention. Where it can be, that call is recorded and replayed (replay.py). On
-a CPU, where calls cost little and memory much, records are matched one by one.
+Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py).
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
 from alignattn.replay import Lease, Recorder, Replays
+from alignattn.stacks import Stack, stacked, together
 from alignattn.thinning import Thinning
 
 Forwards = list[list[QueryKey]]
@@ -54,32 +53,6 @@ class Labelled(Protocol):
     def call(self) -> int: ...
     @property
     def sample_weight(self) -> Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """Records that are matched in one call."""
-
-    places: list[int]
-    queries: list[Tensor]  # l of [b, h, n, d]
-    keys: list[Tensor]
-    query_mask: Tensor | None  # [l, b, n]
-    key_mask: Tensor | None
-    names: list[str]
-    outer: Tensor  # [l, b, h]: what each problem counts in the total
-
-    @property
-    def query(self) -> Tensor:
-        """Of all [l, b, h, n, d], copied together."""
-        return _stack(self.queries)
-
-    @property
-    def key(self) -> Tensor:
-        return _stack(self.keys)
-
-    def wants(self) -> tuple[bool, bool]:
-        """Whether queries, and whether keys, are to get a gradient."""
-        return any(q.requires_grad for q in self.queries), any(k.requires_grad for k in self.keys)
 
 
 @dataclass(frozen=True)
@@ -185,7 +158,7 @@ class Objective:
         """Give back what they hold in memory."""
         self._replays.clear()
 
-    def _replayed(self, number: int, stack: _Stack, watchers: Watchers, scale: float) -> _Together | None:
+    def _replayed(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together | None:
         """By a record of this matching, where there is one."""
         if len(self._replays) <= number:
             self._replays.append(Replays(self.matcher, self.recorder))
@@ -216,7 +189,7 @@ class Objective:
         """Whether what is matched are its queries and keys as they are."""
         return record.segments is None and self.config.max_tokens is None
 
-    def _plainly(self, stack: _Stack, watchers: Watchers, scale: float) -> _Together:
+    def _plainly(self, stack: Stack, watchers: Watchers, scale: float) -> _Together:
         with torch.no_grad():
             query, key = stack.query, stack.key
         self._show(stack, query, key, (self.finite, *watchers))
@@ -230,7 +203,7 @@ class Objective:
         values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
         return _Together(values, found.query, found.key, found.networks)
 
-    def _acting(self, stack: _Stack) -> Tensor:
+    def _acting(self, stack: Stack) -> Tensor:
         """What each problem counts in the gradient, of the networks too: heads that have met teach them nothing.
 
         They still count in the loss that is told.
@@ -280,46 +253,11 @@ class Objective:
         mean = self.config.reduction == "mean"
         return [1 / len(counts) / (count if mean else 1) for count in counts for _ in range(count)]
 
-    def _stacks(self, records: list[QueryKey], shares: list[float]) -> list[_Stack]:
-        return [self._stacked(places, records, shares) for places in self._groups(records)]
+    def _stacks(self, records: list[QueryKey], shares: list[float]) -> list[Stack]:
+        over_heads = self.config.reduction == "mean"
+        return [stacked(places, records, shares, over_heads=over_heads) for places in together(records, self.matcher)]
 
-    def _groups(self, records: list[QueryKey]) -> list[list[int]]:
-        """Which records are stacked. Compared, not hashed: to hash a length is to compile for it alone."""
-        groups: list[tuple[Any, list[int]]] = []
-        for place, record in enumerate(records):
-            query, key = record.query, record.key
-            if not torch.compiler.is_compiling() and query.device.type == "cpu" and self.matcher.is_separable():
-                groups.append((None, [place]))
-                continue
-            bank = self.matcher.bank(record.name, query.shape[-1])
-            given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
-            kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
-            group = next((members for other, members in groups if other == kind), None)
-            if group is None:
-                groups.append((kind, group := []))
-            group.append(place)
-        return [members for _, members in groups]
-
-    def _stacked(self, places: list[int], records: list[QueryKey], shares: list[float]) -> _Stack:
-        some = [records[place] for place in places]
-        first = some[0].query
-        samples, heads = first.shape[:2]
-        over_heads = heads if self.config.reduction == "mean" else 1
-        counts = [shares[place] / over_heads for place in places]
-        if some[0].sample_weight is None:  # filled in on the device: to copy numbers there makes it wait
-            alike = 1 if len(set(counts)) == 1 else len(counts)
-            filled = [torch.full((1, 1, 1), count / samples, device=first.device) for count in counts[:alike]]
-        else:
-            given = [r.sample_weight for r in some if r.sample_weight is not None]
-            filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
-        outer = (filled[0] if len(filled) == 1 else torch.cat(filled)).expand(len(some), samples, heads)
-        query_mask = _stack_masks([r.query_mask for r in some])
-        alike = all(r.key_mask is r.query_mask for r in some)
-        key_mask = query_mask if alike else _stack_masks([r.key_mask for r in some])
-        sides = [r.query for r in some], [r.key for r in some]
-        return _Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer)
-
-    def _show(self, stack: _Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
+    def _show(self, stack: Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
         self.show(stack.names, query, key, stack.query_mask, stack.key_mask, watchers)
 
     def show(
@@ -381,15 +319,3 @@ def through_unpacking(
             gradient = delivery.Slice(through[None], 0)
         taken.append(gradient if before.requires_grad else None)
     return taken[0], taken[1]
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
-
-
-def _stack_masks(masks: list[Tensor | None]) -> Tensor | None:
-    if masks[0] is None:
-        return None
-    if all(mask is masks[0] for mask in masks):
-        return masks[0].expand(len(masks), *masks[0].shape)
-    return torch.stack([mask for mask in masks if mask is not None])

@@ -112,7 +112,8 @@ class Replays:
         """The matching of these calls, all of one shape; None where it is to be done plainly."""
         alike, matcher = key_mask is query_mask, self._matcher
         weights = tuple((p.data_ptr(), p.requires_grad) for p in matcher.parameters())
-        if weights != self._weights or len(self._seen) > LONGEST_MEMORY:  # records of weights that lie elsewhere now
+        # Records of weights that lie elsewhere now are of no use, and shapes that come once are not counted for ever.
+        if weights != self._weights or len(self._seen) > LONGEST_MEMORY:
             self.forget()
             self._seen.clear()
             self._weights = weights

@@ -198,16 +198,14 @@ def test_features_and_answers_of_fixed_weights_and_of_fixed_tokens():
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 24, 97])
-def test_products_over_tokens_in_parts_are_those_of_the_whole(tokens, monkeypatch):
+def test_products_over_tokens_in_parts_are_those_of_the_whole(tokens):
     from alignattn.matching import linear
 
     x, y = torch.randn(3, tokens, 5, dtype=torch.float64), torch.randn(3, tokens, 2, dtype=torch.float64)
-    parts = linear._parts(3, tokens)
-    assert tokens % parts == 0 and 1 <= parts <= 512 // 3
-    cut = [t.reshape(3 * parts, tokens // parts, -1) for t in (x, y)]
-    found = (cut[0].mT @ cut[1]).unflatten(0, (3, parts)).sum(1)
-    torch.testing.assert_close(found, torch.einsum("lti,lto->lio", x, y))
-    torch.testing.assert_close(linear.over_tokens(x, y), found)
+    expected = torch.einsum("lti,lto->lio", x, y)
+    for parts in {1, linear._parts(3, tokens)}:
+        assert tokens % parts == 0 and 1 <= parts <= 512 // 3
+        torch.testing.assert_close(linear._in_parts(x, y, parts), expected)
 
 
 def test_the_gradient_of_a_layered_linear_map_is_written_out_right():

@@ -119,7 +119,7 @@ class AdversarialMatcher(Matcher):
     def _features_and_logits(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Pair, Pair]:
         """Features that teach queries and keys alone, and logits that teach the discriminator alone."""
         tokens, discriminator, layers = self.shown("discriminator", names, query, key)
-        if discriminator.serves_both:
+        if discriminator.has_highway:
             features, logits = discriminator.features_and_answers(tokens, layers)
         else:
             features = discriminator.features(tokens, layers, fixed=True)

@@ -16,9 +16,7 @@ from alignattn.matching.networks import Discriminator, reverse_gradient
 
 def serve(network: Discriminator, tokens: Tensor) -> bool:
     """Whether the network has a highway of its own, and nobody else does better."""
-    has_highway = network.transform is not None and network.gate is not None
-    traced = torch.compiler.is_compiling()
-    return has_highway and tokens.device.type == "cpu" and not traced and not kernels.serve(tokens)
+    return network.has_highway and tokens.device.type == "cpu" and not kernels.serve(tokens)
 
 
 def ascending(

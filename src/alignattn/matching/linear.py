@@ -26,12 +26,12 @@ def linear(
 
 def over_tokens(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"]) -> Float[Tensor, "l i o"]:
     """Σ_t x_ti y_to of each layer."""
-    layers, tokens, _ = x.shape
-    parts = _parts(layers, tokens) if x.is_cuda else 1
-    if parts == 1:
-        return x.mT @ y
-    x, y = (t.reshape(layers * parts, tokens // parts, -1) for t in (x, y))
-    summed: Tensor = (x.mT @ y).unflatten(0, (layers, parts)).sum(1)
+    return _in_parts(x, y, _parts(len(x), x.shape[1]) if x.is_cuda else 1)
+
+
+def _in_parts(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"], parts: int) -> Float[Tensor, "l i o"]:
+    x, y = (t.unflatten(1, (parts, -1)).flatten(0, 1) for t in (x, y))
+    summed: Tensor = (x.mT @ y).unflatten(0, (-1, parts)).sum(1)
     return summed
 
 

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from alignattn.matching import kernels
-from alignattn.matching.apart import WIDEST, features_and_answers
 from alignattn.matching.highway import SLOPE
 from alignattn.matching.linear import linear
+from alignattn.matching.one_pass import WIDEST, features_and_answers
 
 
 class _ReverseGradient(torch.autograd.Function):
@@ -111,8 +111,8 @@ class Discriminator(nn.Module):
         return outputs
 
     @property
-    def serves_both(self) -> bool:
-        """Whether features and answers can come out of one pass: plain forms take two, and so does compiled code."""
+    def has_highway(self) -> bool:
+        """Whether its gradient is written out: not for the plain forms, nor for compiled code."""
         return self.transform is not None and self.gate is not None and not torch.compiler.is_compiling()
 
     def features_and_answers(

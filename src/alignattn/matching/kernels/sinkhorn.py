@@ -110,8 +110,7 @@ class StreamedScores:
 
     def _launch(self, kernel: Any, x: Tensor, y: Tensor, *tensors: Tensor) -> None:
         width = max(16, triton.next_power_of_2(x.shape[2]))
-        tile = min(self.largest_tile, 64 if width > 64 else 128)
-        rows, columns = (min(tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
+        rows, columns = (min(self.largest_tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
         blocks = triton.cdiv(x.shape[1], rows)
         sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
         settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": "tf32x3"}

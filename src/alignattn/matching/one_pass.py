@@ -27,11 +27,11 @@ def features_and_answers(
     tokens: Float[Tensor, "l t d"], *weights: Float[Tensor, "l _ _"]
 ) -> tuple[Float[Tensor, "l t hidden"], Float[Tensor, "l t o"]]:
     """Of tokens, with weights and biases of transform, gate, first and second layer in turn."""
-    features, answers = _Apart.apply(tokens, *weights)
+    features, answers = _OnePass.apply(tokens, *weights)
     return features, answers
 
 
-class _Apart(torch.autograd.Function):
+class _OnePass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         ctx.by_kernel = kernels.serve(tokens, widest=WIDEST)

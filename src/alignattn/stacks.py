@@ -1,0 +1,90 @@
+"""Calls of one shape, to be matched together.
+
+On an accelerator one call a layer was measured at two to three times a whole training step of soft attention: there
+they are stacked. On a CPU, where calls cost little and memory much, they are not, if layers know nothing of each other.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignattn.capture import QueryKey
+from alignattn.matching.matcher import Matcher
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Records that are matched in one call."""
+
+    places: list[int]
+    queries: list[Tensor]  # l of [b, h, n, d]
+    keys: list[Tensor]
+    query_mask: Tensor | None  # [l, b, n]
+    key_mask: Tensor | None
+    names: list[str]
+    outer: Tensor  # [l, b, h]: what each problem counts in the total
+
+    @property
+    def query(self) -> Tensor:
+        """Of all [l, b, h, n, d], copied together."""
+        return _together(self.queries)
+
+    @property
+    def key(self) -> Tensor:
+        return _together(self.keys)
+
+    def wants(self) -> tuple[bool, bool]:
+        """Whether queries, and whether keys, are to get a gradient."""
+        return any(q.requires_grad for q in self.queries), any(k.requires_grad for k in self.keys)
+
+
+def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
+    """Which records are stacked. Compared, not hashed: to hash a length is to compile for it alone."""
+    groups: list[tuple[Any, list[int]]] = []
+    for place, record in enumerate(records):
+        query, key = record.query, record.key
+        if not torch.compiler.is_compiling() and query.device.type == "cpu" and matcher.is_separable():
+            groups.append((None, [place]))
+            continue
+        bank = matcher.bank(record.name, query.shape[-1])
+        given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
+        kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
+        group = next((members for other, members in groups if other == kind), None)
+        if group is None:
+            groups.append((kind, group := []))
+        group.append(place)
+    return [members for _, members in groups]
+
+
+def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, over_heads: bool) -> Stack:
+    """The records at these places. `shares`: what each counts in the total; `over_heads`: by the mean of its heads."""
+    some = [records[place] for place in places]
+    first = some[0].query
+    samples, heads = first.shape[:2]
+    counts = [shares[place] / (heads if over_heads else 1) for place in places]
+    if some[0].sample_weight is None:  # filled in on the device: to copy numbers there makes it wait
+        alike = 1 if len(set(counts)) == 1 else len(counts)
+        filled = [torch.full((1, 1, 1), count / samples, device=first.device) for count in counts[:alike]]
+    else:
+        given = [r.sample_weight for r in some if r.sample_weight is not None]
+        filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
+    outer = (filled[0] if len(filled) == 1 else torch.cat(filled)).expand(len(some), samples, heads)
+    query_mask = _masks_together([r.query_mask for r in some])
+    alike = all(r.key_mask is r.query_mask for r in some)
+    key_mask = query_mask if alike else _masks_together([r.key_mask for r in some])
+    sides = [r.query for r in some], [r.key for r in some]
+    return Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer)
+
+
+def _together(tensors: list[Tensor]) -> Tensor:
+    return tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+
+
+def _masks_together(masks: list[Tensor | None]) -> Tensor | None:
+    if masks[0] is None:
+        return None
+    if all(mask is masks[0] for mask in masks):
+        return masks[0].expand(len(masks), *masks[0].shape)
+    return torch.stack([mask for mask in masks if mask is not None])

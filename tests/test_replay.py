@@ -9,6 +9,8 @@ import transformers
 
 import alignattn
 from alignattn import replay
+from alignattn.config import METHODS, resolve
+from alignattn.matching.at_once import differentiate
 
 CONFIG = transformers.BertConfig(
     vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=32, num_labels=2,
@@ -206,3 +208,27 @@ def test_masks_that_differ_from_layer_to_layer_are_copied_one_by_one():
     assert own.stride(0) == 0
     replay._copy_mask(own, ~shared)
     assert torch.equal(own, ~shared)
+
+
+def test_all_that_changes_from_step_to_step_is_read_anew():
+    matcher = METHODS["mmd"][0](resolve("mmd", None, "stable", {}).matcher)
+    matcher.ensure(["a", "b"], 4, torch.device("cpu"))
+    replays = replay.Replays(matcher, Recorder())
+    seen = 0
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        queries, keys = ([torch.randn(3, 2, 6, 4, generator=generator) for _ in range(2)] for _ in range(2))
+        masks = [torch.rand(2, 3, 6, generator=generator) < 0.8 for _ in range(2)]
+        outer, acting = torch.rand(2, 3, 2, generator=generator), torch.rand(2, 3, 2, generator=generator)
+        found = replays.match(
+            queries, keys, *masks, ["a", "b"], outer, acting, lambda query, key: None, of_query=True, of_key=True
+        )
+        if found is None:
+            continue
+        seen += 1
+        truth = differentiate(matcher, torch.stack(queries), torch.stack(keys), *masks, ["a", "b"], acting)
+        torch.testing.assert_close(found.of_query, truth.query)
+        torch.testing.assert_close(found.of_key, truth.key)
+        torch.testing.assert_close(found.weighed, (truth.losses * outer).sum((1, 2)))
+        del found  # gives back what is lent
+    assert seen == 4

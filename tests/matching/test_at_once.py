@@ -145,3 +145,26 @@ def test_gradients_have_the_precision_of_what_they_are_of(method):
     query, key, query_mask, key_mask, outer = problems(torch.float16)
     found = at_once.differentiate(matcher, query, key, query_mask, key_mask, ["a", "b"], outer)
     assert found.query.dtype == found.key.dtype == torch.float16 and found.losses.dtype == torch.float32
+
+
+def test_written_over_what_was_matched_gradients_are_the_same_and_zero_where_there_is_none(monkeypatch):
+    class OfTheFirst(Matcher):
+        separable = True
+
+        def losses(self, query, key, query_mask, key_mask, names):
+            lost = query.flatten(0, 1).square().sum((2, 3)) + key.flatten(0, 1).sum((2, 3))
+            return lost if query[0, 0, 0, 0, 0] > 0 else lost.detach()
+
+    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+    matcher = OfTheFirst(MatcherConfig())
+    matcher.ensure(["a", "b"], WIDTH, torch.device("cpu"))
+    query, key, *_ = problems()
+    query[:, :, 0, 0, 0] = query[:, :, 0, 0, 0].abs() + 0.1
+    query[:, 1, 0, 0, 0] *= -1
+    outer = torch.ones(LAYERS, SAMPLES, HEADS)
+    expected = 2 * query
+    expected[:, 1] = 0.0
+    found = at_once.differentiate(matcher, query, key, None, None, ["a", "b"], outer, in_place=True)
+    assert found.query is query and found.key is key
+    torch.testing.assert_close(query, expected)
+    assert (key[:, 1] == 0).all() and (key[:, 0] == 1).all()

@@ -4,6 +4,7 @@ Each host trains with alignment; then model and adversary are compared across th
 joined batches in which a process stands for itself.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -163,7 +164,10 @@ def main(hosts: list[str], folder: Path) -> None:
             with_trainer(method, folder / f"trainer-{method}")
     if "accelerate" in hosts:
         with_accelerate("mmd", weight="auto")
-    dist.destroy_process_group()
+    dist.barrier()
+    # All has been said. Gloo's threads, taken down with the interpreter, were seen to abort it now and then.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -64,14 +64,14 @@ def _largest(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Of each layer, of what stands at valid tokens: NaN where there is one."""
     if not tokens.numel():
         return tokens.new_zeros(len(tokens))
-    if mask is not None:
-        tokens = tokens.masked_fill(~mask[:, :, None, :, None], 0.0)
-    # Half of it: the sum of two of the largest numbers is none.
-    everything = (1, 2, 3, 4)
+    # Of each token first: masks are then of few numbers. Of the whole, half: the sum of two of the largest is none.
     if tokens.is_cuda:  # one launch
-        largest: Tensor = torch.linalg.vector_norm(tokens, torch.inf, dim=everything)
-        return largest / 2
-    return tokens.abs().amax(everything) / 2
+        largest: Tensor = torch.linalg.vector_norm(tokens, torch.inf, dim=-1)
+    else:
+        largest = tokens.abs().amax(-1)
+    if mask is not None:
+        largest = largest.masked_fill(~mask[:, :, None, :], 0.0)
+    return largest.amax((1, 2, 3)) / 2
 
 
 def _raise_for(names: list[str], finite: Tensor) -> None:

@@ -27,18 +27,27 @@ def matcher_of(method, preset):
     return matcher
 
 
-ONE = LAYERS * HEADS * (N + M) * WIDTH  # sample
+HEAD = (N + M) * WIDTH  # of one sample of one layer
 
 
 @pytest.mark.parametrize("preset", ["stable", "paper"])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("size", [1, ONE, 2 * ONE, 2**30])  # one head of one sample at a time, one sample, two, all
-def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (1, LAYERS * SAMPLES * HEADS),
+        (HEADS * HEAD, LAYERS * SAMPLES),
+        (2 * HEADS * HEAD, LAYERS * -(-SAMPLES // 2)),
+        (SAMPLES * HEADS * HEAD, LAYERS),
+        (2**30, 1),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_whole(method, preset, size, count, monkeypatch):
     monkeypatch.setitem(at_once.PIECE, "cpu", size)
     matcher = matcher_of(method, preset)
     query, key, query_mask, key_mask, outer = problems()
     pieces = at_once._pieces(matcher, query, key)
-    assert len(pieces) == {1: SAMPLES * HEADS, ONE: SAMPLES, 2**30: 1}.get(size, 3)
+    assert len(pieces) == count
 
     leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]
     losses = matcher(*leaves, query_mask, key_mask, ["a", "b"])
@@ -56,7 +65,7 @@ def test_heads_that_are_transported_to_each_other_stay_together(monkeypatch):
     monkeypatch.setitem(at_once.PIECE, "cpu", 1)
     matcher = matcher_of("ct", "released")
     query, key, *_ = problems()
-    assert len(at_once._pieces(matcher, query, key)) == SAMPLES
+    assert len(at_once._pieces(matcher, query, key)) == LAYERS * SAMPLES
 
 
 def test_a_matching_of_ones_own_is_not_cut_up(monkeypatch):

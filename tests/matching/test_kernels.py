@@ -305,6 +305,134 @@ def test_features_and_answers_are_as_precise_as_plain_torch(layers, tokens, d, h
         assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
 
 
+# Whole matchings
+
+
+def matchings(method, d, **options):
+    """The method as it is by default, with networks that are far from their beginning, in any precision."""
+    from alignattn.config import METHODS, resolve
+
+    matcher = METHODS[method][0](resolve(method, None, "stable", options).matcher)
+    matcher.ensure(["a", "b"], d, torch.device(DEVICE))
+    generator = torch.Generator().manual_seed(5)
+    for parameter in matcher.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(DEVICE)
+
+    def found(query, key, masks, dtype):
+        matcher.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (query, key)]
+        given = [None if mask is None else mask.to(DEVICE) for mask in masks]
+        losses = matcher(*leaves, *given, ["a", "b"])
+        outer = torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape).to(losses)
+        gradients = torch.autograd.grad(losses, [*leaves, *matcher.parameters()], outer)
+        return [t.detach().double().cpu() for t in (losses, *gradients)]
+
+    return matcher, found
+
+
+def layered(n, m, d, *, masked):
+    pairs = [sides(2, n, m, d, masked=masked) for _ in range(2)]
+    query = torch.stack([query for query, _, _ in pairs]) + torch.linspace(0, 1, 2).double().view(2, 1, 1, 1, 1)
+    key = torch.stack([key for _, key, _ in pairs])
+    masks = [None if mask is None else mask.expand(2, *mask.shape) for mask in pairs[0][2]]
+    return query, key, masks
+
+
+SHAPES = [(1, 1, 8), (2, 2, 8), (5, 7, 16), (33, 33, 24), (70, 20, 64)]
+
+
+@inside
+@pytest.mark.parametrize(("n", "m", "d"), SHAPES)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd", "ot"])
+def test_matchings_are_as_precise_as_plain_torch_in_single_precision(method, n, m, d, masked, monkeypatch):
+    from alignattn.matching import kernels
+
+    matcher, found = matchings(method, d)
+    query, key, masks = layered(n, m, d, masked=masked)
+    told = found(query, key, masks, torch.float32)
+    assert matcher.products == kernels.EXACT
+    served = []
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: bool(served.append(tensor)))
+    plain, exact = found(query, key, masks, torch.float32), found(query, key, masks, torch.float64)
+    assert served
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 2e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+@pytest.mark.parametrize(("n", "m", "d"), SHAPES[2:])
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd", "ot"])
+def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monkeypatch):
+    """Plain code in half precision would at least hold its tokens so: whatever else it did, it could not do better."""
+    from alignattn.matching import kernels
+    from alignattn.matching import matcher as base
+
+    matcher, found = matchings(method, d)
+    query, key, masks = layered(n, m, d, masked=True)
+    query, key = query.bfloat16().double(), key.bfloat16().double()
+    told = found(query, key, masks, torch.bfloat16)
+    assert matcher.products == kernels.ROUNDED
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    exact = found(query, key, masks, torch.float64)
+    scaled = base.standardise
+
+    def rounded(*given):
+        return tuple(side + (side.detach().bfloat16().to(side) - side.detach()) for side in scaled(*given))
+
+    monkeypatch.setattr(base, "standardise", rounded)
+    plain = found(query, key, masks, torch.float64)
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        if one.shape == query.shape or one.shape == key.shape:  # gradients leave in half precision
+            usual = usual.bfloat16().double()
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+@pytest.mark.parametrize("method", ["gan", "ct"])
+def test_matchings_of_one_point_and_of_nothing(method, monkeypatch):
+    from alignattn.matching import kernels
+
+    _, found = matchings(method, 8)
+    query, key, _ = layered(9, 9, 8, masked=False)
+    mask = torch.ones(2, 2, 9, dtype=torch.bool)
+    mask[0, 1] = False  # nothing
+    mask[1, 0, 1:] = False  # one token
+    key[1, 1] = query[1, 1] = 3.0  # one point
+    told = found(query, key, [mask, mask], torch.float32)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    for one, other in zip(told, found(query, key, [mask, mask], torch.float32), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert not told[0][0, 1].any() and not told[1][0, 1].any() and not told[2][0, 1].any()
+
+
+@inside
+@pytest.mark.parametrize("method", ["gan", "ct"])
+def test_matchings_are_the_same_each_time(method):
+    _, found = matchings(method, 16)
+    query, key, masks = layered(33, 20, 16, masked=True)
+    once, again = (found(query, key, masks, torch.float32) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+
+
+@inside
+def test_the_share_of_right_answers_is_told_alike(monkeypatch):
+    from alignattn.matching import kernels
+
+    matcher, found = matchings("gan", 16)
+    matcher.asked = True
+    query, key, masks = layered(33, 33, 16, masked=True)
+    shares = []
+    for _ in range(2):
+        found(query, key, masks, torch.float32)
+        shares.append(matcher.figures()["discriminator_accuracy"].cpu())
+        monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    torch.testing.assert_close(shares[0], shares[1])
+    assert 0 < shares[0] < 1
+
+
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_times_one_number_in_single_precision(dtype):

@@ -18,9 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alignattn.errors import ShapeError, checked
+from alignattn.matching import kernels
 from alignattn.matching.features import feature_distance
 from alignattn.matching.matcher import Matcher, NetworkConfig, parted
 from alignattn.matching.networks import Discriminator, reverse_gradient
+from alignattn.matching.one_pass import WIDEST
 from alignattn.matching.tokens import (
     blank_padding,
     check_pair,
@@ -111,16 +113,35 @@ class AdversarialMatcher(Matcher):
         if self.config.matched == "value":
             logits = self.through("discriminator", names, query, key, around=reverse_gradient)
             return self._value(*logits, query_mask, key_mask)
+        fused = self._by_kernels(query, key, query_mask, key_mask, names)
+        if fused is not None:
+            return fused
         features, logits = self._features_and_logits(query, key, names)
         value = self._value(*logits, query_mask, key_mask)
         distance = feature_distance(*features, query_mask=query_mask, key_mask=key_mask)
         return distance + (value - value.detach())  # the value's gradient goes into the discriminator alone
 
+    def _by_kernels(
+        self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, names: list[str]
+    ) -> Tensor | None:
+        """All of it in few kernels, where they serve; None elsewhere."""
+        network, layers = self.network("discriminator", names, query)
+        served = kernels.serve(query, widest=WIDEST) and self.config.hidden_width <= WIDEST
+        if not (served and network.has_highway and self.config.standardise):  # which bounds what networks see
+            return None
+        from alignattn.matching.kernels.game import game
+
+        weights = network.weights(query, layers)
+        distance, accuracy = game(self.products, query, key, query_mask, key_mask, *weights)
+        if self.asked:
+            self.tell("discriminator_accuracy", accuracy.mean(), len(accuracy))
+        return distance
+
     def _features_and_logits(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Pair, Pair]:
         """Features that teach queries and keys alone, and logits that teach the discriminator alone."""
         tokens, discriminator, layers = self.shown("discriminator", names, query, key)
         if discriminator.has_highway:
-            features, logits = discriminator.features_and_answers(tokens, layers)
+            features, logits = discriminator.features_and_answers(tokens, layers, self.products)
         else:
             features = discriminator.features(tokens, layers, fixed=True)
             logits = discriminator(tokens.detach(), layers)

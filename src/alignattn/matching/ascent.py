@@ -1,4 +1,4 @@
-"""A network that ascends what its tokens descend, on a CPU, by the highway's gradient as it is written out.
+"""A network that ascends what its tokens descend, by the highway's gradient as it is written out, or by its kernels.
 
 Its weights turn the gradient round, not the tokens: they are few.
 """
@@ -6,33 +6,31 @@ Its weights turn the gradient round, not the tokens: they are few.
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching import highway, kernels
-from alignattn.matching.networks import Discriminator, reverse_gradient
-
-
-def serve(network: Discriminator, tokens: Tensor) -> bool:
-    """Whether the network has a highway of its own, and nobody else does better."""
-    return network.has_highway and tokens.device.type == "cpu" and not kernels.serve(tokens)
+from alignattn.matching.linear import linear
+from alignattn.matching.networks import Discriminator, Rows, reverse_gradient
+from alignattn.matching.one_pass import WIDEST
 
 
 def ascending(
-    network: Discriminator, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None
+    network: Discriminator, tokens: Float[Tensor, "l t d"], layers: Rows, *, products: str = kernels.EXACT
 ) -> Float[Tensor, "l t o"]:
     """reverse_gradient(network(reverse_gradient(tokens)))."""
-    if not serve(network, tokens):
+    if not network.has_highway:
         reversed_: Tensor = reverse_gradient(network(reverse_gradient(tokens), layers))
         return reversed_
-    parts = (network.transform, network.gate, network.first, network.second)
-    (to_relu, to_gate, to_hidden, to_out), (relu, gate, hidden, out) = zip(
-        *((reverse_gradient(t) for t in part.of(tokens, layers, fixed=False)) for part in parts if part is not None),
-        strict=True,
-    )
+    *trunk, to_out, out = (reverse_gradient(weight) for weight in network.weights(tokens, layers))
+    if kernels.serve(tokens, widest=WIDEST):
+        from alignattn.matching.kernels.highway import features
+
+        return linear(features(products, tokens, *trunk), to_out, out)
+    to_relu, relu, to_gate, gate, to_hidden, hidden = trunk
     weight, bias = torch.cat([to_relu, to_gate], 2), torch.cat([relu, gate], 2)  # (l, d, 2d), (l, 1, 2d)
-    return torch.baddbmm(out, _Highway.apply(tokens, weight, bias, to_hidden, hidden), to_out)
+    return linear(_Highway.apply(tokens, weight, bias, to_hidden, hidden), to_out, out)
 
 
 class _Highway(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Losses and their gradients at once, a few samples at a time, or a few heads of one.
+"""Losses and their gradients at once, a few layers at a time, or a few samples of one, or a few heads.
 
 Problems know nothing of each other. So a matching can be differentiated piece by piece, before the model's own
 backward: what a piece needs in memory is free before the next begins, and on a CPU a piece stays in cache.
@@ -6,6 +6,7 @@ backward: what a piece needs in memory is free before the next begins, and on a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from jaxtyping import Bool, Float
@@ -64,7 +65,7 @@ def differentiate(
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         # The backward too: a user's autocast would take its products to half precision.
         with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-            given = (leaves[0], leaves[1], masks[0], masks[1], names)
+            given = (leaves[0], leaves[1], masks[0], masks[1], names[piece[0]])
             values: Tensor = functional_call(matcher, parameters, given) if own else matcher(*given)
             losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
             losses[piece] = values.detach()
@@ -109,17 +110,19 @@ def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[Piece]:
-    """Of about one size: samples, and heads of a sample that is larger by itself."""
-    samples, heads = query.shape[1:3]
-    everything = slice(None)
-    if not matcher.is_separable():
-        return [(everything, everything, everything)]
-    size = PIECE.get(query.device.type, LARGEST_PIECE)
-    of_sample = (query.numel() + key.numel()) // samples
-    some_heads = [everything]
-    if of_sample > size and matcher.is_separable_by_heads():
-        some_heads = _ranges(heads, size * heads // of_sample)
-    return [(everything, some, of) for some in _ranges(samples, size // of_sample) for of in some_heads]
+    """Of about one size: layers, which lie whole in memory; or samples of one, or heads of a sample."""
+    counts = query.shape[:3]
+    pieces: list[list[slice]] = [[slice(None)]] * 3
+    if matcher.is_separable():
+        size = PIECE.get(query.device.type, LARGEST_PIECE)
+        within = query.numel() + key.numel()
+        for axis in range(3 if matcher.is_separable_by_heads() else 2):
+            one = within // counts[axis]
+            pieces[axis] = _ranges(counts[axis], size // one)
+            if one <= size:
+                break
+            within = one
+    return list(product(*pieces))  # type: ignore[arg-type]
 
 
 def _ranges(count: int, most: int) -> list[slice]:

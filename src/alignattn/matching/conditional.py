@@ -12,6 +12,7 @@ same; no n×m matrix exists. Short problems on a CPU are computed by matrices al
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alignattn.errors import ConfigError, ShapeError, checked
-from alignattn.matching import plans
+from alignattn.matching import kernels, plans
 from alignattn.matching.ascent import ascending
 from alignattn.matching.matcher import Matcher, NetworkConfig
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
@@ -34,6 +35,7 @@ from alignattn.matching.tokens import (
     zero_where_empty,
 )
 
+WIDEST = 64  # features for which there are kernels
 LARGEST_FEATURE = 1e6  # of the navigator: beyond it the choice is as sharp as fp32 can tell, and products stay finite
 
 
@@ -71,9 +73,24 @@ def conditional_transport(
 
     Critic and navigator features may differ in width; the fast attention kernels want them equal.
     """
-    if plans.serve(critic_query, critic_key):
-        critics, navigators = (critic_query, critic_key), (navigator_query, navigator_key)
+    critics, navigators = (critic_query, critic_key), (navigator_query, navigator_key)
+    return _transport(critics, navigators, query_mask, key_mask, kernels.EXACT)
+
+
+def _transport(
+    critics: tuple[Tensor, Tensor],
+    navigators: tuple[Tensor, Tensor],
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    products: str,
+) -> Float[Tensor, "b h"]:
+    if all(kernels.serve(side, widest=WIDEST) for side in (*critics, *navigators)):
+        from alignattn.matching.kernels.conditional import transport
+
+        return transport(products, critics, navigators, query_mask, key_mask, largest=LARGEST_FEATURE)
+    if plans.serve(*critics):
         return plans.transport(critics, navigators, query_mask, key_mask, largest=LARGEST_FEATURE)
+    (critic_query, critic_key), (navigator_query, navigator_key) = critics, navigators
     alive = samples_with_tokens(query_mask, key_mask)
     features = ((critic_query, True), (critic_key, False), (navigator_query, True), (navigator_key, False))
     query_mask, key_mask, blanked = without_empty(query_mask, key_mask, *features)
@@ -150,7 +167,7 @@ class ConditionalMatcher(Matcher):
     ) -> Float[Tensor, "lb h"]:
         config = self.config
         around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
-        critics = self.through("critic", names, query, key, call=ascending)
+        critics = self.through("critic", names, query, key, call=partial(ascending, products=self.products))
         navigators = self.through("navigator", names, query, key, around=around)
         if self.asked:
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
@@ -160,7 +177,7 @@ class ConditionalMatcher(Matcher):
             return self._over_heads(critics, navigators, query_mask, key_mask)
         if config.critic_cost == "euclidean":
             return _euclidean(critics, navigators, query_mask, key_mask)
-        return conditional_transport(*critics, *navigators, query_mask=query_mask, key_mask=key_mask)
+        return _transport(critics, navigators, query_mask, key_mask, self.products)
 
     def _over_heads(
         self,

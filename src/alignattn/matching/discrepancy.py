@@ -79,12 +79,25 @@ def mmd(
     falls below zero. Without them it is unbiased all the same (Gretton et al. 2012, the one-sample U-statistic).
     """
     check_bandwidth(bandwidth)
+    return _mmd(query, key, query_mask, key_mask, bandwidth, unbiased, without_own, kernels.EXACT)
+
+
+def _mmd(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    bandwidth: Bandwidth,
+    unbiased: bool,
+    without_own: bool,
+    products: str,
+) -> Float[Tensor, "b h"]:
     named = isinstance(bandwidth, str)
     settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
     key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
     key_mask = told_apart(query_mask, key_mask)
     losses: Tensor = _Discrepancy.apply(
-        query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2]
+        query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2], products
     )
     return losses
 
@@ -115,7 +128,7 @@ class _Discrepancy(torch.autograd.Function):
             (gradient * outer[0][..., None, None]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return of_query, of_key, None, None, None, None, None, None
+        return of_query, of_key, *[None] * 7
 
 
 def _like_evaluate(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,6 +147,7 @@ def _evaluate(
     bandwidth: float,
     unbiased: bool,
     without_own: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
     if typical != "median" and kernels.serve(query) and kernels.serve(key):
@@ -143,7 +157,7 @@ def _evaluate(
         sharpness = 0.0 if typical else min(0.5 / bandwidth**2, steepest)
         inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), sharpness)
         how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
-        return discrepancy(query, key, query_mask, key_mask, inverse, **how)
+        return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
     samples, heads, ends = query.shape[0], query.shape[1], (query.shape[2], query.shape[2] + key.shape[2])
     sides = ((query, query_mask), (key, key_mask))
     tokens = torch.cat([cleared(side, mask) for side, mask in sides], 2).flatten(0, 1)  # (p, t, d): queries, then keys
@@ -297,12 +311,6 @@ class DiscrepancyMatcher(Matcher):
         key_mask: Bool[Tensor, "lb m"] | None,
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
-        return mmd(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            bandwidth=self.config.bandwidth,
-            unbiased=self.config.unbiased,
-            without_own=self.config.without_own,
-            query_mask=query_mask,
-            key_mask=key_mask,
-        )
+        config = self.config
+        how = (config.bandwidth, config.unbiased, config.without_own, self.products)
+        return _mmd(query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask, *how)

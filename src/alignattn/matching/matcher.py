@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alignattn.errors import ConfigError, unknown
+from alignattn.matching import kernels
+from alignattn.matching.networks import Rows
 from alignattn.matching.scale import standardise
 from alignattn.matching.tokens import blank_padding, full_precision
 
@@ -74,6 +76,7 @@ class Matcher(nn.Module):
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.asked = False  # for figures that logs show
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
+        self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
         """The networks of these layers; none for methods without."""
@@ -167,6 +170,7 @@ class Matcher(nn.Module):
     ) -> Float[Tensor, "l b h"]:
         """One loss per problem, for `l` calls made by the layers `names`."""
         layers, samples = query.shape[:2]
+        self.products = kernels.products_for(query.dtype, key.dtype)
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         if self.config.standardise:
@@ -177,11 +181,13 @@ class Matcher(nn.Module):
         losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
         return losses
 
-    def _rows_of(self, names: list[str], width: int, bank: int, device: torch.device) -> Tensor | None:
+    def _rows_of(self, names: list[str], width: int, bank: int, device: torch.device) -> Rows:
         """Which rows of a bank serve these layers; None for all in order. Kept, as to copy it makes a device wait."""
         rows = tuple(self.rows[name, width][1] for name in names)
         if rows == tuple(range(sum(place == bank for place, _ in self.rows.values()))):
             return None
+        if rows == tuple(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
         if (rows, device) not in self._indices:
             self._indices[rows, device] = torch.tensor(rows, device=device)
         return self._indices[rows, device]
@@ -194,7 +200,7 @@ class Matcher(nn.Module):
         key: Float[Tensor, "l b h m d"],
         *,
         around: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-        call: Callable[[Any, Tensor, Tensor | None], Tensor] = lambda network, tokens, layers: network(tokens, layers),
+        call: Callable[[Any, Tensor, Rows], Tensor] = lambda network, tokens, layers: network(tokens, layers),
     ) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
         """Queries and keys through one network of each layer, in one product. `call` does what is asked of it."""
         tokens, called, layers = self.shown(network, names, query, key)
@@ -202,15 +208,18 @@ class Matcher(nn.Module):
 
     def shown(
         self, network: str, names: list[str], query: Float[Tensor, "l b h n d"], key: Float[Tensor, "l b h m d"]
-    ) -> tuple[Float[Tensor, "l t d"], Any, Tensor | None]:
+    ) -> tuple[Float[Tensor, "l t d"], Any, Rows]:
         """All tokens as a network is shown them, the network, and which of its layers."""
-        width = query.shape[-1]
-        bank = self.bank(names[0], width)
-        layers = self._rows_of(names, width, bank, query.device)
         tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
         if not self.config.standardise:  # which bounds them already
             tokens = tokens.clamp(-FINITE_INPUT, FINITE_INPUT)
-        return tokens, self.banks[bank][network], layers  # type: ignore[index]
+        return tokens, *self.network(network, names, query)
+
+    def network(self, network: str, names: list[str], query: Float[Tensor, "l b h n d"]) -> tuple[Any, Rows]:
+        """The network, and which of its layers."""
+        width = query.shape[-1]
+        bank = self.bank(names[0], width)
+        return self.banks[bank][network], self._rows_of(names, width, bank, query.device)  # type: ignore[index]
 
 
 def parted(

@@ -48,6 +48,7 @@ def reverse_gradient(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]
     return reversed_
 
 
+Rows = Int[Tensor, " l"] | slice | None  # of a bank of weights: whose serve which slice of tokens; None: all in order
 PLAIN: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults of the process are
 
 
@@ -65,14 +66,12 @@ class LayeredLinear(nn.Module):
         self.weight = nn.Parameter(torch.stack(weights))  # (layers, in, out)
         self.bias = nn.Parameter(torch.stack(biases))  # (layers, 1, out)
 
-    def forward(
-        self, tokens: Float[Tensor, "l t i"], layers: Int[Tensor, " l"] | None, *, fixed: bool = False
-    ) -> Float[Tensor, "l t o"]:
-        """`layers` says whose weights serve which slice; None when it is all of them in order. `fixed`: no gradient."""
+    def forward(self, tokens: Float[Tensor, "l t i"], layers: Rows, *, fixed: bool = False) -> Float[Tensor, "l t o"]:
+        """`fixed`: no gradient goes into the weights."""
         return linear(tokens, *self.of(tokens, layers, fixed=fixed))
 
     def of(
-        self, tokens: Float[Tensor, "l t _"], layers: Int[Tensor, " l"] | None, *, fixed: bool
+        self, tokens: Float[Tensor, "*b _"], layers: Rows, *, fixed: bool
     ) -> tuple[Float[Tensor, "l i o"], Float[Tensor, "l 1 o"]]:
         """Weights and biases for these tokens."""
         weight, bias = self.weight.to(tokens), self.bias.to(tokens)
@@ -105,9 +104,9 @@ class Discriminator(nn.Module):
         self.second = LayeredLinear(names, hidden, out, seed=seed, role=f"{role}.second")
 
     def forward(
-        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None
+        self, tokens: Float[Tensor, "l t d"], layers: Rows = None, products: str = kernels.EXACT
     ) -> Float[Tensor, "l t o"]:
-        outputs: Tensor = self.second(self.features(tokens, layers), layers)
+        outputs: Tensor = self.second(self.features(tokens, layers, products=products), layers)
         return outputs
 
     @property
@@ -116,23 +115,32 @@ class Discriminator(nn.Module):
         return self.transform is not None and self.gate is not None and not torch.compiler.is_compiling()
 
     def features_and_answers(
-        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None
+        self, tokens: Float[Tensor, "l t d"], layers: Rows = None, products: str = kernels.EXACT
     ) -> tuple[Float[Tensor, "l t hidden"], Float[Tensor, "l t o"]]:
         """What the last layer is given and what it says. The first teaches tokens alone, the second the weights."""
+        return features_and_answers(products, tokens, *self.weights(tokens, layers))
+
+    def weights(self, tokens: Float[Tensor, "*b d"], layers: Rows = None) -> list[Float[Tensor, "l _ _"]]:
+        """Weights and biases of transform, gate, first and second layer in turn, for these tokens."""
         assert self.transform is not None and self.gate is not None
         parts = (self.transform, self.gate, self.first, self.second)
-        weights = (tensor for part in parts for tensor in part.of(tokens, layers, fixed=False))
-        return features_and_answers(tokens, *weights)
+        return [tensor for part in parts for tensor in part.of(tokens, layers, fixed=False)]
 
     def features(
-        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None, *, fixed: bool = False
+        self,
+        tokens: Float[Tensor, "l t d"],
+        layers: Rows = None,
+        *,
+        fixed: bool = False,
+        products: str = kernels.EXACT,
     ) -> Float[Tensor, "l t hidden"]:
         """What the last layer is given. With `fixed` no gradient goes into the network."""
         if self.transform is not None and self.gate is not None and kernels.serve(tokens, widest=WIDEST):
             from alignattn.matching.kernels.highway import features
 
             parts = (self.transform, self.gate, self.first)
-            return features(tokens, *(tensor for part in parts for tensor in part.of(tokens, layers, fixed=fixed)))
+            weights = (tensor for part in parts for tensor in part.of(tokens, layers, fixed=fixed))
+            return features(products, tokens, *weights)
         if self.transform is not None:
             transformed = self.transform(tokens, layers, fixed=fixed)
             gate = torch.sigmoid(transformed if self.gate is None else self.gate(tokens, layers, fixed=fixed))
@@ -149,8 +157,6 @@ class Navigator(nn.Module):
         self.first = LayeredLinear(names, width, hidden, seed=seed, role="navigator.first")
         self.second = LayeredLinear(names, hidden, out, seed=seed, role="navigator.second")
 
-    def forward(
-        self, tokens: Float[Tensor, "l t d"], layers: Int[Tensor, " l"] | None = None
-    ) -> Float[Tensor, "l t o"]:
+    def forward(self, tokens: Float[Tensor, "l t d"], layers: Rows = None) -> Float[Tensor, "l t o"]:
         outputs: Tensor = self.second(F.relu(self.first(tokens, layers)), layers)
         return outputs

@@ -7,7 +7,7 @@ outlive a half-step: problems are taken in chunks whose matrices fit a fixed bud
 budget in tiles whose products are computed anew. Memory is linear in the number of tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -33,9 +33,10 @@ class Problems:
     log_a: Float[Tensor, "p n"]  # log marginals, -inf for padded tokens
     log_b: Float[Tensor, "p m"]
     epsilon: Float[Tensor, " p"]
+    products: str = field(default=kernels.EXACT, kw_only=True)  # how kernels make them
 
     def __getitem__(self, part: slice) -> "Problems":
-        return Problems(*(tensor[part] for tensor in self.tensors()))
+        return Problems(*(tensor[part] for tensor in self.tensors()), products=self.products)
 
     def of_queries(self) -> "Problems":
         """Of the queries with themselves."""
@@ -46,13 +47,15 @@ class Problems:
         return self._of_one(self.y, self.beta, self.log_b)
 
     def _of_one(self, tokens: Tensor, own: Tensor, log_marginal: Tensor) -> "Problems":
-        return Problems(tokens, tokens, own, own, log_marginal, log_marginal, torch.ones_like(self.epsilon))
+        return Problems(
+            tokens, tokens, own, own, log_marginal, log_marginal, torch.ones_like(self.epsilon), products=self.products
+        )
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.x, self.y, self.alpha, self.beta, self.log_a, self.log_b, self.epsilon
 
     def detached(self) -> "Problems":
-        return Problems(*(tensor.detach() for tensor in self.tensors()))
+        return Problems(*(tensor.detach() for tensor in self.tensors()), products=self.products)
 
 
 @runtime_checkable
@@ -73,7 +76,7 @@ def _scores(problems: Problems) -> Scores:
         return _Exponentials(problems) if in_cache and not torch.compiler.is_compiling() else _Scores(problems)
     from alignattn.matching.kernels.sinkhorn import StreamedScores
 
-    return StreamedScores(problems.x, problems.y, problems.epsilon)
+    return StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
 
 
 class _Scores:
@@ -218,7 +221,7 @@ def _sinkhorn(
 def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Cost with the plan as a constant: the gradient is that of the regularised value, by the envelope theorem."""
     rows, columns, to_keys, to_queries, entropy, error, iterations = _plans(
-        *problems.detached().tensors(), max_iterations, tolerance
+        *problems.detached().tensors(), max_iterations, tolerance, problems.products
     )
     # sum_ij x_i·y_j pi_ij is both sum_i x_i·to_keys_i and sum_j y_j·to_queries_j; each carries its own gradient.
     of_queries = (problems.x * to_keys).sum((1, 2))
@@ -248,9 +251,10 @@ def _plans(
     epsilon: Tensor,
     max_iterations: int,
     tolerance: float,
+    products: str = kernels.EXACT,
 ) -> Statistics:
     """What `_plan_statistics` tells, of all problems."""
-    problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon)
+    problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon, products=products)
     # Kernels hold no matrix, and take all problems at once.
     step = len(x) if kernels.serve(x) else chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
     starts = range(0, len(x), step)

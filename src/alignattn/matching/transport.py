@@ -198,6 +198,7 @@ class TransportMatcher(Matcher):
         config = self.config
         heads = query.shape[2]
         problems, alive = _prepared(config.cost, query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask)
+        problems.products = self.products
 
         def solve(some: Problems) -> TransportResult:
             settings = (config.epsilon, config.relative_epsilon, config.max_iterations, config.tolerance)

@@ -15,6 +15,16 @@ SINGLE = (torch.float32,)
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 
 
+# How products are made: of three TF32 parts, about as precise as single precision; or of one, which rounds a number to
+# eleven bits. Half precision came with no more.
+EXACT, ROUNDED = "tf32x3", "tf32"
+
+
+def products_for(*dtypes: torch.dtype) -> str:
+    """As precise as tokens that came with these types are worth."""
+    return ROUNDED if all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes) else EXACT
+
+
 @functools.cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None

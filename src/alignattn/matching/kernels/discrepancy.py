@@ -8,8 +8,7 @@ For each token x_i of one side, with the tokens x_j of its own side, y_j of the 
 
 A first kernel tells mean, size, r, a and c of each problem. Then a program serves some tokens of one side of a problem,
 about the mean and over the largest entry, so that no square overflows; kernels are made tile by tile in registers.
-Products are of three TF32 parts, about as precise as single precision. Nothing is added atomically: results are the
-same each time.
+Nothing is added atomically: results are the same each time.
 """
 
 import torch
@@ -71,27 +70,29 @@ def _statistics(
 
 
 @triton.jit
-def _placed(tokens, mean, size, problem, i, valid, count, d, WIDTH: tl.constexpr):
-    values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) / size
+def _placed(tokens, mean, inverse, problem, i, valid, count, d, WIDTH: tl.constexpr):
+    values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) * inverse
     return tl.where(valid[:, None], values, 0.0)
 
 
 @triton.jit
 def _toward(
-    own, i, tokens, mask, mean, size, r, problem, sample, count, d,
+    own, i, tokens, mask, mean, inverse, sharpness, problem, sample, count, d,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
     OWN: tl.constexpr, WITH_GRADIENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    square = tl.sum(own * own, 1)
+    # The kernel is a power of two, of -|x - y|² = 2 x·y - |x|² - |y|² times its sharpness.
+    height = -sharpness * tl.sum(own * own, 1)
+    sharpened = (2.0 * sharpness) * own
     summed = tl.zeros([ROWS], tl.float32)
     pulled = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         valid = valid_rows(mask, sample, j, count, MASKED)
-        other = _placed(tokens, mean, size, problem, j, valid, count, d, WIDTH)
-        product = tl.dot(own, tl.trans(other), input_precision=PRECISION)
-        distance = square[:, None] + tl.sum(other * other, 1)[None, :] - 2.0 * product
-        kernel = tl.where(valid[None, :], tl.exp(-r * tl.maximum(distance, 0.0)), 0.0)
+        other = _placed(tokens, mean, inverse, problem, j, valid, count, d, WIDTH)
+        across = tl.where(valid, -sharpness * tl.sum(other * other, 1), float("-inf"))
+        product = tl.dot(sharpened, tl.trans(other), input_precision=PRECISION)
+        kernel = tl.exp2(tl.minimum(product + height[:, None] + across[None, :], 0.0))
         if OWN != "as it is":  # known, and a product of parts would round it
             kernel = tl.where((i[:, None] == j[None, :]) & valid[None, :], 1.0 if OWN == "one" else 0.0, kernel)
         summed += tl.sum(kernel, 1)
@@ -110,13 +111,14 @@ def _side(
 ):  # fmt: skip
     i = block * ROWS + tl.arange(0, ROWS)
     valid = valid_rows(own_mask, sample, i, count, OWN_MASKED)
-    mine = _placed(own, mean, size, problem, i, valid, count, d, WIDTH)
+    inverse, sharpness = 1.0 / size, r * 1.4426950408889634  # over the logarithm of two
+    mine = _placed(own, mean, inverse, problem, i, valid, count, d, WIDTH)
     within, drawn = _toward(
-        mine, i, own, own_mask, mean, size, r, problem, sample, count, d,
+        mine, i, own, own_mask, mean, inverse, sharpness, problem, sample, count, d,
         ROWS, COLUMNS, WIDTH, OWN_MASKED, "none" if UNBIASED else "one", WITH_GRADIENT, PRECISION,
     )  # fmt: skip
     across, pulled = _toward(
-        mine, i, other, other_mask, mean, size, r, problem, sample, others, d,
+        mine, i, other, other_mask, mean, inverse, sharpness, problem, sample, others, d,
         ROWS, COLUMNS, WIDTH, OTHER_MASKED, "none" if WITHOUT_OWN else "as it is", WITH_GRADIENT, PRECISION,
     )  # fmt: skip
     loss = a * within
@@ -166,6 +168,7 @@ def discrepancy(
     unbiased: bool,
     without_own: bool,
     with_gradient: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h], and their gradients in queries and keys [b, h, tokens, d], zeros where they are not asked for.
 
@@ -208,6 +211,6 @@ def discrepancy(
     gradients = [torch.empty_like(side) if with_gradient else torch.zeros_like(side) for side in (query, key)]
     launch(
         _sums, problems * places, query, key, *masks, means, factors, losses, *gradients, *sizes, blocks, places,
-        ROWS=rows, COLUMNS=rows, WITH_GRADIENT=with_gradient, PRECISION="tf32x3", **same,
+        ROWS=rows, COLUMNS=rows, WITH_GRADIENT=with_gradient, PRECISION=products, **same,
     )  # fmt: skip
     return losses.sum(-1).view(samples, heads), gradients[0], gradients[1]

@@ -30,28 +30,32 @@ def _loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def _linear(x, weight, bias, layer, d, out, WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr):
+def linear(x, weight, bias, layer, d, out, WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr):
+    """Of a layer: x W + b."""
     j = tl.arange(0, OUT)
     shift = tl.load(bias + layer * out + j, mask=j < out, other=0.0)
     return tl.dot(x, _loaded(weight, layer, d, out, WIDTH, OUT), input_precision=PRECISION) + shift[None, :]
 
 
 @triton.jit
-def _highway(x, w_t, b_t, w_g, b_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    transformed = _linear(x, w_t, b_t, layer, d, d, WIDTH, WIDTH, PRECISION)
-    gate = tl.sigmoid(_linear(x, w_g, b_g, layer, d, d, WIDTH, WIDTH, PRECISION))
+def highway(x, w_t, b_t, w_g, b_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """What is transformed, the gate, and what is carried on."""
+    transformed = linear(x, w_t, b_t, layer, d, d, WIDTH, WIDTH, PRECISION)
+    gate = tl.sigmoid(linear(x, w_g, b_g, layer, d, d, WIDTH, WIDTH, PRECISION))
     return transformed, gate, x + gate * (tl.maximum(transformed, 0.0) - x)
 
 
 @triton.jit
-def _tokens(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def tokens_of(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Some rows of a layer."""
     i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = (layer * count + i[:, None]) * d + e[None, :]
     return tl.load(pointer + at, mask=(i[:, None] < count) & (e[None, :] < d), other=0.0)
 
 
 @triton.jit
-def _store(pointer, values, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def store(pointer, values, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Put them there."""
     i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = (layer * count + i[:, None]) * d + e[None, :]
     tl.store(pointer + at, values, mask=(i[:, None] < count) & (e[None, :] < d))
@@ -64,26 +68,36 @@ def _forward(
 ):  # fmt: skip
     layer = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * ROWS
-    own = _tokens(x, layer, start, count, d, ROWS, WIDTH)
-    transformed, gate, carried = _highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
-    answer = _linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
-    _store(features, tl.where(answer > 0, answer, slope * answer), layer, start, count, hidden, ROWS, HIDDEN)
+    own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
+    transformed, gate, carried = highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
+    answer = linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
+    store(features, tl.where(answer > 0, answer, slope * answer), layer, start, count, hidden, ROWS, HIDDEN)
 
 
 @triton.jit
-def _to_highway(
-    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+def to_highway(
+    own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope,
+    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    own = _tokens(x, layer, start, count, d, ROWS, WIDTH)
-    transformed, gate, carried = _highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
-    answer = _linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
-    given = _tokens(outer, layer, start, count, hidden, ROWS, HIDDEN)
+    """What is felt along the way, by tokens whose features feel what is given."""
+    transformed, gate, carried = highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
+    answer = linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
     of_answer = tl.where(answer > 0, given, slope * given)
     of_carried = tl.dot(of_answer, tl.trans(_loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)), input_precision=PRECISION)
     of_gate = of_carried * (tl.maximum(transformed, 0.0) - own) * gate * (1.0 - gate)
     of_transformed = tl.where(transformed > 0, of_carried * gate, 0.0)
-    return own, gate, carried, of_answer, of_carried, of_gate, of_transformed
+    return answer, gate, carried, of_answer, of_carried, of_gate, of_transformed
+
+
+@triton.jit
+def to_tokens(
+    gate, of_carried, of_gate, of_transformed, w_t, w_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr
+):
+    """What tokens feel of it."""
+    gradient = of_carried * (1.0 - gate)
+    gradient += tl.dot(of_transformed, tl.trans(_loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    gradient += tl.dot(of_gate, tl.trans(_loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    return gradient
 
 
 @triton.jit
@@ -93,13 +107,13 @@ def _backward_tokens(
 ):  # fmt: skip
     layer = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks) * ROWS
-    own, gate, carried, of_answer, of_carried, of_gate, of_transformed = _to_highway(
-        x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope, ROWS, WIDTH, HIDDEN, PRECISION
+    own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
+    given = tokens_of(outer, layer, start, count, hidden, ROWS, HIDDEN)
+    answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
+        own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope, WIDTH, HIDDEN, PRECISION
     )
-    gradient = of_carried * (1.0 - gate)
-    gradient += tl.dot(of_transformed, tl.trans(_loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
-    gradient += tl.dot(of_gate, tl.trans(_loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
-    _store(of_x, gradient, layer, start, count, d, ROWS, WIDTH)
+    gradient = to_tokens(gate, of_carried, of_gate, of_transformed, w_t, w_g, layer, d, WIDTH, PRECISION)
+    store(of_x, gradient, layer, start, count, d, ROWS, WIDTH)
 
 
 @triton.jit
@@ -115,19 +129,20 @@ def _backward_weights(
     sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     sum_b1 = tl.zeros([HIDDEN], tl.float32)
     for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
-        own, gate, carried, of_answer, of_carried, of_gate, of_transformed = _to_highway(
-            x, outer, w_t, b_t, w_g, b_g, w_1, b_1, layer, start, count, d, hidden, slope,
-            ROWS, WIDTH, HIDDEN, PRECISION,
-        )  # fmt: skip
+        own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
+        given = tokens_of(outer, layer, start, count, hidden, ROWS, HIDDEN)
+        answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
+            own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope, WIDTH, HIDDEN, PRECISION
+        )
         sum_1 += tl.dot(tl.trans(carried), of_answer, input_precision=PRECISION)
         sum_t += tl.dot(tl.trans(own), of_transformed, input_precision=PRECISION)
         sum_g += tl.dot(tl.trans(own), of_gate, input_precision=PRECISION)
         sum_b1 += tl.sum(of_answer, 0)
         sum_bt += tl.sum(of_transformed, 0)
         sum_bg += tl.sum(of_gate, 0)
-    _store(of_t, sum_t, place, 0, d, d, WIDTH, WIDTH)
-    _store(of_g, sum_g, place, 0, d, d, WIDTH, WIDTH)
-    _store(of_1, sum_1, place, 0, d, hidden, WIDTH, HIDDEN)
+    store(of_t, sum_t, place, 0, d, d, WIDTH, WIDTH)
+    store(of_g, sum_g, place, 0, d, d, WIDTH, WIDTH)
+    store(of_1, sum_1, place, 0, d, hidden, WIDTH, HIDDEN)
     e, k = tl.arange(0, WIDTH), tl.arange(0, HIDDEN)
     tl.store(of_bt + place * d + e, sum_bt, mask=e < d)
     tl.store(of_bg + place * d + e, sum_bg, mask=e < d)
@@ -136,32 +151,34 @@ def _backward_weights(
 
 class _Features(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, *weights)
-        return forward(tokens, *weights)
+        ctx.products = products
+        return forward(products, tokens, *weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *weights = ctx.saved_tensors
-        of_tokens = backward_tokens(tokens, gradients[0], *weights) if ctx.needs_input_grad[0] else None
-        if not any(ctx.needs_input_grad[1:]):
-            return of_tokens, *[None] * 6
-        return of_tokens, *backward_weights(tokens, gradients[0], *weights)
+        given = ctx.products, tokens, gradients[0], *weights
+        of_tokens = backward_tokens(*given) if ctx.needs_input_grad[1] else None
+        if not any(ctx.needs_input_grad[2:]):
+            return None, of_tokens, *[None] * 6
+        return None, of_tokens, *backward_weights(*given)
 
 
-def forward(tokens: Tensor, *weights: Tensor) -> Tensor:
+def forward(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
     """Features [l, t, hidden] of tokens [l, t, d]; weights and biases of transform, gate and first layer in turn."""
     layers, count, d = tokens.shape
     hidden = weights[4].shape[-1]
     features = tokens.new_empty(layers, count, hidden)
     blocks = triton.cdiv(count, TILE)
     sizes = count, d, hidden, blocks, SLOPE
-    launch(_forward, layers * blocks, *_dense(tokens, *weights), features, *sizes, **_settings(d, hidden))
+    launch(_forward, layers * blocks, *dense(tokens, *weights), features, *sizes, **shape(d, hidden, products))
     return features
 
 
-def backward_tokens(tokens: Tensor, outer: Tensor, *weights: Tensor) -> Tensor:
+def backward_tokens(products: str, tokens: Tensor, outer: Tensor, *weights: Tensor) -> Tensor:
     """What tokens feel of features that feel `outer` [l, t, hidden]."""
     layers, count, d = tokens.shape
     hidden = weights[4].shape[-1]
@@ -169,12 +186,17 @@ def backward_tokens(tokens: Tensor, outer: Tensor, *weights: Tensor) -> Tensor:
     blocks = triton.cdiv(count, TILE)
     sizes = count, d, hidden, blocks, SLOPE
     launch(
-        _backward_tokens, layers * blocks, *_dense(tokens, outer, *weights), of_tokens, *sizes, **_settings(d, hidden)
+        _backward_tokens,
+        layers * blocks,
+        *dense(tokens, outer, *weights),
+        of_tokens,
+        *sizes,
+        **shape(d, hidden, products),
     )
     return of_tokens
 
 
-def backward_weights(tokens: Tensor, outer: Tensor, *weights: Tensor) -> list[Tensor]:
+def backward_weights(products: str, tokens: Tensor, outer: Tensor, *weights: Tensor) -> list[Tensor]:
     """What weights and biases feel, likewise."""
     layers, count, d = tokens.shape
     hidden = weights[4].shape[-1]
@@ -182,21 +204,28 @@ def backward_weights(tokens: Tensor, outer: Tensor, *weights: Tensor) -> list[Te
     sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
     sizes = count, d, hidden, programs, SLOPE
     launch(
-        _backward_weights, layers * programs, *_dense(tokens, outer, *weights), *sums, *sizes, **_settings(d, hidden)
+        _backward_weights,
+        layers * programs,
+        *dense(tokens, outer, *weights),
+        *sums,
+        *sizes,
+        **shape(d, hidden, products),
     )
     return [total.sum(1) for total in sums]
 
 
-def _dense(*tensors: Tensor) -> list[Tensor]:
+def dense(*tensors: Tensor) -> list[Tensor]:
+    """As kernels read them."""
     return [tensor.contiguous() for tensor in tensors]
 
 
-def _settings(d: int, hidden: int) -> dict[str, Any]:
+def shape(d: int, hidden: int, products: str) -> dict[str, Any]:
+    """Of tiles, and how products are made."""
     width, features = (max(16, triton.next_power_of_2(size)) for size in (d, hidden))
-    return {"ROWS": TILE, "WIDTH": width, "HIDDEN": features, "PRECISION": "tf32x3"}
+    return {"ROWS": TILE, "WIDTH": width, "HIDDEN": features, "PRECISION": products}
 
 
-def features(tokens: Tensor, *weights: Tensor) -> Tensor:
+def features(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
     """Features [l, t, hidden] of tokens [l, t, d]; weights and biases of transform, gate and first layer in turn."""
-    found: Tensor = _Features.apply(tokens, *weights)
+    found: Tensor = _Features.apply(products, tokens, *weights)
     return found

@@ -3,9 +3,8 @@
     log sum:  LSE_j(g_j + x_i·y_j / epsilon)
     carry:    sum_j pi_ij  and  sum_j pi_ij y_j,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
 
-Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. Products are
-of three TF32 parts, about as precise as single precision; sums are in single precision. Nothing is added atomically:
-results are the same each time.
+Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. Sums are in
+single precision. Nothing is added atomically: results are the same each time.
 """
 
 from typing import Any
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.tiles import launch
 
 LARGEST_TILE = 64  # of 64 and 128 the faster on an H200
@@ -81,9 +81,12 @@ def _carry(
 class StreamedScores:
     """x·y/epsilon of a stack of problems x [p, n, d] and y [p, m, d], and what Sinkhorn takes of it."""
 
-    def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor, *, largest_tile: int = LARGEST_TILE) -> None:
+    def __init__(
+        self, x: Tensor, y: Tensor, epsilon: Tensor, products: str = EXACT, *, largest_tile: int = LARGEST_TILE
+    ) -> None:
         self.x, self.y = x.contiguous(), y.contiguous()
         self.inverse = 1 / epsilon
+        self.products = products
         self.largest_tile = largest_tile
         self.none_done = torch.zeros_like(epsilon, dtype=torch.bool)
 
@@ -113,5 +116,5 @@ class StreamedScores:
         rows, columns = (min(self.largest_tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
         blocks = triton.cdiv(x.shape[1], rows)
         sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
-        settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": "tf32x3"}
+        settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": self.products}
         launch(kernel, len(x) * blocks, x, y, *tensors, *sizes, **settings)

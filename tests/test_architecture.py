@@ -18,6 +18,8 @@ CORE = {
     "delivery",
     "adversary",
     "passes",
+    "apart",
+    "ahead",
     "stream",
     "recentre",
     "coordinates",
@@ -50,7 +52,10 @@ ALLOWED = {
     "config": {"matching"},
     "finite": set(),
     "adversary": set(),
+    "apart": set(),
+    "ahead": {"apart", "capture"},
     "objective": {
+        "ahead",
         "balance",
         "capture",
         "config",
@@ -73,7 +78,7 @@ ALLOWED = {
     "distances": {"matching"},
     "health": {"distances"},
     "passes": {"capture"},
-    "stream": {"balance", "capture", "delivery", "matching", "objective", "passes", "thinning"},
+    "stream": {"apart", "balance", "capture", "delivery", "matching", "objective", "passes", "thinning"},
     "meter": set(),
     "state": {"adversary", "matching"},
     "checkpoint": {"balance", "config", "state"},
@@ -83,6 +88,7 @@ ALLOWED = {
     # Alignment.callback() makes one of the integrations, imported when it is asked for.
     "alignment": {
         "adversary",
+        "apart",
         "checkpoint",
         "integrations",
         "meter",

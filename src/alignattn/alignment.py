@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from alignattn import checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
+from alignattn.apart import apart
 from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site, Tap
 from alignattn.capture.hook import in_backward
@@ -33,7 +34,7 @@ from alignattn.objective import Objective, Watcher
 from alignattn.passes import Matched, Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
-from alignattn.stream import Stream, apart, refuse_compiled_code
+from alignattn.stream import Stream, refuse_compiled_code
 from alignattn.strength import Strength
 from alignattn.updates import Updates
 from alignattn.weights import Auto, Schedule
@@ -96,7 +97,7 @@ class Alignment:
         self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
-            watch=self._passes.add if self._stream is None else self._match,
+            watch=self._keep if self._stream is None else self._match,
             begin=self._begin,
             finish=self._finish,
             abandon=self._passes.abandon,
@@ -191,6 +192,15 @@ class Alignment:
         else:
             self._passes.add(taken)
 
+    def _keep(self, record: QueryKey) -> None:
+        """A call of the pass that is being recorded."""
+        self._passes.add(record)
+        if torch.compiler.is_compiling() or not self.objective.ahead.expects:
+            return
+        recording = self._passes.recording
+        if recording is not None and not self._passes and not self._strength.is_time_to_look():
+            self.objective.ahead.notice(cast("list[QueryKey]", recording.records))
+
     def _match(self, record: QueryKey) -> None:
         """With `stream`: a call of the pass that is being recorded, matched at once."""
         assert self._stream is not None
@@ -211,8 +221,8 @@ class Alignment:
         self.matcher.asked = looks
         return stream.match(record, watchers, strength.balance if looks else None)
 
-    def _begin(self) -> None:
-        """A training forward is about to run."""
+    def _begin(self, kwargs: dict[str, Any] | None = None) -> None:
+        """A training forward is about to run, of a model that is called with these."""
         self._added_to_outputs = False
         self._passes.begin()
         if torch.compiler.is_compiling():  # the rest is for Python alone; `advance` does what cannot wait
@@ -222,6 +232,9 @@ class Alignment:
         if self._updates.happened():
             self._advance(surely=self._updates.written)
             self._updates.remember()  # what we shift ourselves is no update
+        self.objective.ahead.begin()
+        if kwargs and (share := self._share_of_update(kwargs)) is not None:
+            self._passes.weigh_next(share)
         self._finite.look()
         self._advice.if_frozen(self._tap)
         if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
@@ -236,10 +249,8 @@ class Alignment:
             self._advice.of_silence(self._tap)
             return None
         has_labels = kwargs.get("labels") is not None
-        if kwargs.get("num_items_in_batch") is not None and has_labels:
-            assert self._tap is not None
-            labels, items = kwargs["labels"], kwargs["num_items_in_batch"]
-            self._passes.weigh(share_of_update(self._tap.model, labels, items, kwargs.get("shift_labels")))
+        if torch.compiler.is_compiling() and (share := self._share_of_update(kwargs)) is not None:
+            self._passes.weigh(share)
         if self._adds_to_outputs:
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
                 self.meter.add(("task_loss",), output["loss"])
@@ -250,6 +261,13 @@ class Alignment:
                 return (output[0] + self._handed_out(done).to(output[0].device), *output[1:])
         done.watch_backward()
         return None
+
+    def _share_of_update(self, kwargs: dict[str, Any]) -> Callable[[int], Tensor] | None:
+        """What the samples of a forward count, where the host tells how many labels an update has."""
+        labels, items = kwargs.get("labels"), kwargs.get("num_items_in_batch")
+        if labels is None or items is None or self._tap is None:
+            return None
+        return share_of_update(self._tap.model, labels, items, kwargs.get("shift_labels"))
 
     def _handed_out(self, done: Pass) -> Tensor:
         """The term, which becomes part of the model's own loss."""

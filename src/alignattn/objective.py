@@ -5,7 +5,8 @@ The matching is differentiated at once (matching/at_once.py), on detached copies
 of the term hands on what is known by then (delivery.py): what the matching needed in memory is free again before the
 model's own backward begins. Compiled code, which cannot differentiate within itself, takes the plain way.
 
-Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py).
+Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py),
+and while the forward still runs (ahead.py).
 """
 
 import math
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from alignattn import delivery
+from alignattn.ahead import Ahead, Plan
 from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
@@ -26,7 +28,7 @@ from alignattn.errors import CaptureError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
-from alignattn.replay import Lease, Recorder, Replays
+from alignattn.replay import Lease, Pool, Recorder, Replays
 from alignattn.stacks import Stack, stacked, together
 from alignattn.thinning import Thinning
 
@@ -99,6 +101,8 @@ class Objective:
         self.met = met  # tells which heads to leave alone; None: none
         self.recorder: Recorder | None = None  # CUDA's, if none is named
         self._replays: list[Replays] = []  # one for each stack of a loss: all of them are under way at once
+        self._pool = Pool()
+        self.ahead: Ahead[_Together] = Ahead(self._matched_ahead)
         self.thinning = Thinning(config.max_tokens, config.every, config.seed)
         self.counted = 1  # times, each layer that was matched: others were left out for it
 
@@ -130,16 +134,26 @@ class Objective:
         matched: dict[int, _Matched] = {}
         values, leases = [], []
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
-        for number, stack in enumerate(self._stacks(rows, shares)):
-            found = self._replayed(number, stack, watchers, scale)
-            found = self._plainly(stack, watchers, scale) if found is None else found
+        early = self.ahead.take(records, shares, scale)
+        together_ = together(rows, self.matcher)
+        for number, places in enumerate(together_):
+            found = early.pop(number, None)
+            if found is None:
+                stack = self._stack(places, rows, shares)
+                found = self._replayed(number, stack, watchers, scale)
+                found = self._plainly(stack, watchers, scale) if found is None else found
             values.append(found.values.sum())
             leases.append(found.lease)
-            parts = _without_shares(found.values, [shares[place] for place in stack.places])
-            for at, place in enumerate(stack.places):
+            parts = _without_shares(found.values, [shares[place] for place in places])
+            for at, place in enumerate(places):
                 of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.of_query, found.of_key))
                 matched[place] = _Matched(parts[at], *through_unpacking(leaves[place], rows[place], of_row))
             of_networks = [added(one, other) for one, other in zip(of_networks, found.of_networks, strict=True)]
+        by_records = all(lease is not None for lease in leases)
+        if by_records or balance is None:  # what is looked at is recorded later than what is not
+            whole = all(row is record for row, record in zip(rows, records, strict=True))
+            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1
+            self.ahead.learn(Plan.of(records, together_, shares, scale) if alike else None)
         total = values[0] if len(values) == 1 else sum_of(values)
         handed = delivery.Delivery(weight * total, leases=[lease for lease in leases if lease is not None])
         factor = weight / scale
@@ -157,11 +171,17 @@ class Objective:
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""
         self._replays.clear()
+        self._pool = Pool()
+        self.ahead = Ahead(self._matched_ahead)
+
+    def _matched_ahead(self, number: int, records: list[QueryKey], plan: Plan) -> _Together | None:
+        shares = [plan.shares[place] for place in plan.parts[number]]
+        return self._replayed(number, self._stack(list(range(len(records))), records, shares), (), plan.scale)
 
     def _replayed(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together | None:
         """By a record of this matching, where there is one."""
         if len(self._replays) <= number:
-            self._replays.append(Replays(self.matcher, self.recorder))
+            self._replays.append(Replays(self.matcher, self.recorder, self._pool))
         replays = self._replays[number]
         if not replays.serve(stack.queries[0]):
             return None
@@ -236,7 +256,8 @@ class Objective:
                 for r in rows
             ]
         found: dict[int, Tensor] = {}
-        for stack in self._stacks(rows, shares):
+        for places in together(rows, self.matcher):
+            stack = self._stack(places, rows, shares)
             query, key = stack.query, stack.key
             self._show(stack, query, key, (self.finite, *watchers))
             losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
@@ -253,9 +274,8 @@ class Objective:
         mean = self.config.reduction == "mean"
         return [1 / len(counts) / (count if mean else 1) for count in counts for _ in range(count)]
 
-    def _stacks(self, records: list[QueryKey], shares: list[float]) -> list[Stack]:
-        over_heads = self.config.reduction == "mean"
-        return [stacked(places, records, shares, over_heads=over_heads) for places in together(records, self.matcher)]
+    def _stack(self, places: list[int], records: list[QueryKey], shares: list[float]) -> Stack:
+        return stacked(places, records, shares, over_heads=self.config.reduction == "mean")
 
     def _show(self, stack: Stack, query: Tensor, key: Tensor, watchers: Watchers) -> None:
         self.show(stack.names, query, key, stack.query_mask, stack.key_mask, watchers)

@@ -76,6 +76,8 @@ class Passes:
     def __init__(self) -> None:
         self.waiting: list[Pass] = []
         self.recording: Pass | None = None
+        self._share: Callable[[int], Tensor] | None = None  # weighs the samples of the pass that is being recorded
+        self._weights: dict[int, Tensor] = {}
         self.handed_out: list[tuple[Mark, Mark]] = []  # of terms since the last update: of queries, and of the term
 
     def __bool__(self) -> bool:
@@ -84,6 +86,7 @@ class Passes:
     def begin(self) -> None:
         """Another pass begins: none before it may have been forgotten."""
         self.recording = None  # one that failed half way may have left something
+        self._share, self._weights = None, {}
         self._check_waiting()
         if len(self.waiting) >= MOST_PASSES:
             self.waiting.clear()
@@ -131,7 +134,7 @@ class Passes:
         """A call of the pass that is being recorded."""
         if self.recording is None:
             self.recording = Pass()
-        self.recording.records.append(record)
+        self.recording.records.append(record if self._share is None else self._weighed(record, self._share))
 
     def end(self) -> Pass | None:
         """The pass is over and waits; None if nothing of it was recorded."""
@@ -167,15 +170,22 @@ class Passes:
         self.recording.watch_backward()
         self.waiting.append(self.recording)
 
+    def weigh_next(self, share: Callable[[int], Tensor]) -> None:
+        """Give the samples of the pass that begins their weights; `share` makes those of so many samples."""
+        self._share = share
+
     def weigh(self, share: Callable[[int], Tensor]) -> None:
-        """Give the samples of passes that have none yet their weights; `share` makes those of so many samples."""
-        weights: dict[int, Tensor] = {}
+        """The same, of passes that wait and have none yet."""
+        self._weights = {}
         for one in self.waiting:
-            for place, record in enumerate(one.records):
-                samples = record.samples
-                if record.sample_weight is None:
-                    weights[samples] = weights[samples] if samples in weights else share(samples)
-                    one.records[place] = replace(record, sample_weight=weights[samples])
+            one.records = [self._weighed(record, share) for record in one.records]
+
+    def _weighed(self, record: Record, share: Callable[[int], Tensor]) -> Record:
+        if record.sample_weight is not None:
+            return record
+        if record.samples not in self._weights:
+            self._weights[record.samples] = share(record.samples)
+        return replace(record, sample_weight=self._weights[record.samples])
 
     def are_weighed(self) -> bool:
         """Whether the samples of those that wait have their weights."""

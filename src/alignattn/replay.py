@@ -73,18 +73,30 @@ Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]
 Show = Callable[[Tensor, Tensor], None]  # is given all queries and keys, before they are written over
 
 
+class Pool:
+    """Memory that records work in. Those that share it are played one after the other."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """CUDA's name for it."""
+        self._handle = torch.cuda.graph_pool_handle() if self._handle is None else self._handle
+        return self._handle
+
+
 class Replays:
     """The records of one matcher. `recorder` is given some work and gives what does it again, and what it puts out."""
 
-    def __init__(self, matcher: Matcher, recorder: Recorder | None = None) -> None:
+    def __init__(self, matcher: Matcher, recorder: Recorder | None = None, pool: Pool | None = None) -> None:
         self._matcher = matcher
         self._recorder = recorder
+        self._pool = pool or Pool()
         self._seen: Counter[Any] = Counter()
         self._weights: Any = None  # where the matcher's lie
         self._records: dict[Any, _Record] = {}
         self._memory: Tensor | None = None
         self._lent: weakref.ref[Lease] | None = None
-        self._pool: Any = None
         self.refused, self.reason = False, ""  # recording failed: there is no second try
 
     def serve(self, tensor: Tensor) -> bool:
@@ -202,12 +214,10 @@ class Replays:
     def _record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
         if self._recorder is not None:
             return self._recorder(work)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, a data loader's for one, may go on as they like.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool.handle(), capture_error_mode="thread_local"):
                 put_out = work()
         except RuntimeError:
             # Torch leaves its random numbers in the state of one who records, and takes them back at the next end.
@@ -219,7 +229,7 @@ class Replays:
     def forget(self) -> None:
         """Leave no record and no memory behind."""
         self._records.clear()
-        self._memory = self._pool = None
+        self._memory = None
 
 
 def _layout(mask: Tensor | None) -> int | None:

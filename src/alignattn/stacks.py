@@ -13,6 +13,8 @@ from torch import Tensor
 from alignattn.capture import QueryKey
 from alignattn.matching.matcher import Matcher
 
+PARTS, FEWEST = 4, 2  # into which the layers of a model are divided, and layers in one
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -55,7 +57,15 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
         if group is None:
             groups.append((kind, group := []))
         group.append(place)
-    return [members for _, members in groups]
+    return [part for _, members in groups for part in _parted(members, matcher)]
+
+
+def _parted(members: list[int], matcher: Matcher) -> list[list[int]]:
+    """In parts that can be matched before the last of them is recorded (ahead.py)."""
+    if torch.compiler.is_compiling() or not (matcher.is_separable() and matcher.is_replayable()):
+        return [members]
+    size = max(FEWEST, -(-len(members) // PARTS))
+    return [members[start : start + size] for start in range(0, len(members), size)]
 
 
 def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, over_heads: bool) -> Stack:

@@ -8,12 +8,12 @@ checkpoint if need be, and differentiates the matching there and then. So gradie
 backward. The price is a second pass through the matching, and on an accelerator calls that are not stacked.
 
 A checkpoint counts what is saved. So a layer that it computes again must save the same tensors at the same place,
-though nobody wants its losses (`again`). And what happens inside the matching is kept from it (`apart`).
+though nobody wants its losses (`again`). And what happens inside the matching is kept from it (apart.py).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -21,10 +21,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from alignattn.apart import apart
 from alignattn.balance import Balance, Meet, Weight, at_least_single
 from alignattn.capture import QueryKey, Source
 from alignattn.capture.hook import is_compiled_output
@@ -303,19 +302,6 @@ def _masks(row: QueryKey) -> tuple[Tensor | None, Tensor | None]:
     if row.key_mask is row.query_mask:
         return query_mask, query_mask
     return query_mask, None if row.key_mask is None else row.key_mask[None]
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Within a user's forward: neither a checkpoint nor another tap is to see what matching does."""
-    # A selective checkpoint keeps what operators put out, by the order in which they are called.
-    selective = any(type(mode).__module__ == checkpoint.__name__ for mode in _get_current_dispatch_mode_stack())
-    with (
-        torch._C.DisableTorchFunction(),
-        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        _disable_current_modes() if selective else nullcontext(),
-    ):
-        yield
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def test_begin_and_finish_are_called_around_recorded_passes_alone(kind):
     tap = Tap(
         model,
         watch=lambda record: told.append(record.call),
-        begin=lambda: told.append("begin"),
+        begin=lambda _: told.append("begin"),
         finish=lambda output, kwargs: told.append(("finish", "labels" in kwargs)),
     )
     model.eval()(**batch)

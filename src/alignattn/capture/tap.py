@@ -34,7 +34,7 @@ class Tap:
         *,
         watch: Callable[[QueryKey], None] | None = None,
         attend: Callable[[AttentionCall], Tensor] | None = None,
-        begin: Callable[[], None] | None = None,
+        begin: Callable[[dict[str, Any]], None] | None = None,  # given what the model is called with, by name
         # output, the forward's keyword arguments -> the output instead, or None
         finish: Callable[[Any, dict[str, Any]], Any] | None = None,
         abandon: Callable[[], None] | None = None,  # instead of finish, where the forward pass raised
@@ -224,10 +224,12 @@ class Tap:
         if self._depth > 1:
             return
         training = torch.is_grad_enabled() and any(site.module.training for site in self.sites)
-        told = self._recomputed if in_backward() else self._begin
-        if training and told is not None:
+        if training:
             try:
-                told()
+                if not in_backward() and self._begin is not None:
+                    self._begin(kwargs)
+                elif in_backward() and self._recomputed is not None:
+                    self._recomputed()
             except BaseException:
                 self._depth = 0
                 raise

@@ -18,7 +18,7 @@ from alignattn.matching.matcher import Matcher
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
 # wants few launches, and little memory beside the model's.
 PIECE = {"cpu": 2**20}
-LARGEST_PIECE = 2**24
+LARGEST_PIECE = 5 * 2**22
 
 Piece = tuple[slice, slice, slice]  # of calls, of samples, of heads
 

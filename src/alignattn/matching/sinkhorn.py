@@ -259,10 +259,12 @@ def _plans(
     step = len(x) if kernels.serve(x) else chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
     starts = range(0, len(x), step)
     parts = [_plan_statistics(problems[start : start + step], max_iterations, tolerance) for start in starts]
+    if len(parts) == 1:
+        return parts[0]
     return tuple(torch.cat(t) for t in zip(*parts, strict=True))  # type: ignore[return-value]
 
 
-def _plan_statistics(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
+def _plan_statistics(problems: Problems, max_iterations: int, tolerance: float) -> Statistics:
     """Row and column sums of the plan, what it carries to either side, sum pi log pi, and how it was reached."""
     scores = _scores(problems)
     f, g, iterations = _sinkhorn(problems, scores, max_iterations, tolerance)

@@ -162,19 +162,20 @@ class _Transport(torch.autograd.Function):
         masks = as_bytes(query_mask, key_mask, query)
         shares = _shares(query_mask, key_mask, samples, n, m, query)
         logs, means = ([query.new_empty(side.shape[:3]) for side in (query, key)] for _ in range(2))
-        rows = min(TILE, max(16, triton.next_power_of_2(max(n, m))))
+        rows = min(2 * TILE, max(16, triton.next_power_of_2(max(n, m))))
         blocks = triton.cdiv(n, rows)
         places = blocks + triton.cdiv(m, rows)
         guard = 8 * torch.finfo(torch.float32).eps
         sizes = heads, n, m, e, navigator.shape[3], blocks, places, largest, guard
         same = {
             "ROWS": rows,
-            "COLUMNS": rows,
+            "COLUMNS": min(rows, TILE // 2),
             "CRITIC": width_of(query),
             "NAVIGATOR": width_of(navigator),
             "QUERY_MASKED": query_mask is not None,
             "KEY_MASKED": key_mask is not None,
             "PRECISION": products,
+            "num_stages": 2,
         }
         programs = samples * heads * places
         launch(_first, programs, *features, *masks, *logs, *means, *sizes, **same)

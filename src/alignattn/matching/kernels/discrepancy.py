@@ -204,13 +204,15 @@ def discrepancy(
         **same,
     )
     # Tiles of wide tokens must fit the shared memory of smaller devices too.
-    rows = min(TILE if width <= 64 else TILE // 2, max(16, triton.next_power_of_2(max(n, m))))
+    largest = 2 * TILE if width <= 64 else TILE // 2
+    rows = min(largest, max(16, triton.next_power_of_2(max(n, m))))
     blocks = triton.cdiv(n, rows)
     places = blocks + triton.cdiv(m, rows)
     losses = query.new_empty(problems, places)
     gradients = [torch.empty_like(side) if with_gradient else torch.zeros_like(side) for side in (query, key)]
     launch(
         _sums, problems * places, query, key, *masks, means, factors, losses, *gradients, *sizes, blocks, places,
-        ROWS=rows, COLUMNS=rows, WITH_GRADIENT=with_gradient, PRECISION=products, **same,
+        ROWS=rows, COLUMNS=min(rows, TILE), WITH_GRADIENT=with_gradient, PRECISION=products,
+        num_warps=8 if rows > TILE else 4, num_stages=2, **same,
     )  # fmt: skip
     return losses.sum(-1).view(samples, heads), gradients[0], gradients[1]

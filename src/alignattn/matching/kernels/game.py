@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching.kernels import highway
-from alignattn.matching.kernels.highway import PROGRAMS, SLOPE, dense, shape, store, to_highway, to_tokens, tokens_of
+from alignattn.matching.kernels.highway import (
+    PROGRAMS,
+    SLOPE,
+    SMALL_TILE,
+    dense,
+    shape,
+    store,
+    to_highway,
+    to_tokens,
+    tokens_of,
+)
 from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, valid_rows, write
 
 
@@ -291,12 +301,12 @@ def _to_weights(
     products: str, tokens: Tensor, of_answers: Tensor, of_problems: Tensor, length: int, weights: Any
 ) -> list[Tensor]:
     (layers, count, d), hidden = tokens.shape, weights[4].shape[-1]
-    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, highway.TILE))
+    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, SMALL_TILE))
     sums = [weight.new_empty(layers, programs, weight[0].numel()) for weight in weights]
     sizes = count, length, d, hidden, programs, SLOPE
     launch(
         _backward_weights, layers * programs, tokens, of_answers, of_problems, *dense(*weights[:7]), *sums, *sizes,
-        **shape(d, hidden, products),
+        **shape(d, hidden, products, rows=SMALL_TILE),
     )  # fmt: skip
     return [total.sum(1) for total in sums]
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from alignattn.matching.kernels.tiles import launch
 
-TILE = 32  # of 32, 64 and 128 the fastest on an H200
+TILE, SMALL_TILE = 64, 32  # the fastest on an H200, of 16 to 128, for tokens and for weights
 PROGRAMS = 256  # that share the weights' gradient
 SLOPE = 0.01
 
@@ -174,7 +174,9 @@ def forward(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
     features = tokens.new_empty(layers, count, hidden)
     blocks = triton.cdiv(count, TILE)
     sizes = count, d, hidden, blocks, SLOPE
-    launch(_forward, layers * blocks, *dense(tokens, *weights), features, *sizes, **shape(d, hidden, products))
+    launch(
+        _forward, layers * blocks, *dense(tokens, *weights), features, *sizes, **shape(d, hidden, products, stages=3)
+    )
     return features
 
 
@@ -200,7 +202,7 @@ def backward_weights(products: str, tokens: Tensor, outer: Tensor, *weights: Ten
     """What weights and biases feel, likewise."""
     layers, count, d = tokens.shape
     hidden = weights[4].shape[-1]
-    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, TILE))
+    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, SMALL_TILE))
     sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
     sizes = count, d, hidden, programs, SLOPE
     launch(
@@ -219,10 +221,10 @@ def dense(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def shape(d: int, hidden: int, products: str) -> dict[str, Any]:
+def shape(d: int, hidden: int, products: str, *, rows: int = TILE, stages: int = 1) -> dict[str, Any]:
     """Of tiles, and how products are made."""
     width, features = (max(16, triton.next_power_of_2(size)) for size in (d, hidden))
-    return {"ROWS": TILE, "WIDTH": width, "HIDDEN": features, "PRECISION": products}
+    return {"ROWS": rows, "WIDTH": width, "HIDDEN": features, "PRECISION": products, "num_stages": stages}
 
 
 def features(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:

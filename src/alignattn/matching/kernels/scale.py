@@ -127,7 +127,7 @@ def backward(
 
 def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:
     return {
-        "ROWS": TILE,
+        "ROWS": 2 * TILE if width_of(query) <= 64 else TILE,
         "WIDTH": width_of(query),
         "QUERY_MASKED": query_mask is not None,
         "KEY_MASKED": key_mask is not None,

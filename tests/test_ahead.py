@@ -1,0 +1,102 @@
+"""Matching beside the forward: when it happens, and that nothing else changes. On a device: test_cuda.py."""
+
+import pytest
+import torch
+
+import alignattn
+from test_replay import Recorder, assert_alike, batch, model_of
+
+STEPS = 14
+
+
+def run(method, *, ahead, steps=STEPS, given=lambda step: {}, samples=lambda step: 3, **options):
+    """A training by records, with and without matching ahead; and how much was played when each forward was over."""
+    model = model_of()
+    alignment = alignattn.align(model, method, **options)
+    alignment.objective.recorder = recorder = Recorder()
+    if not ahead:
+        alignment.objective.ahead.learn = lambda *_: None
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    early = []
+    last = model.bert.encoder.layer[-1].output  # behind all attention, and before the loss is put together
+    last.register_forward_hook(lambda *_: early.append(recorder.played))
+    losses = []
+    for step in range(steps):
+        before = recorder.played
+        loss = model(**batch(step, samples=samples(step)), **given(step)).loss
+        early[-1] -= before
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses, early
+
+
+@pytest.mark.parametrize("method", ["gan", "mmd"])
+def test_what_is_recorded_is_matched_before_the_forward_is_over(method):
+    ahead, losses, early = run(method, ahead=True)
+    plain, expected, never = run(method, ahead=False)
+    assert losses == expected and not any(never)
+    assert_alike(ahead, plain)
+    # A shape is recorded when it comes for the third time; what is looked at, every tenth update, is not done ahead.
+    assert early == [0, 0, 0, 0, 3, 3, 3, 3, 3, 3, 0, 3, 3, 3]
+
+
+def test_samples_that_count_by_the_labels_of_an_update():
+    """As the Trainer of transformers has it: their weights are known when the forward begins."""
+    options = {"given": lambda step: {"num_items_in_batch": torch.tensor(5 + step % 3)}, "weight": 0.5}
+    ahead, losses, early = run("mmd", ahead=True, **options)
+    plain, expected, _ = run("mmd", ahead=False, **options)
+    assert losses == expected and sum(early) == 3 * 9
+    assert_alike(ahead, plain)
+
+
+def test_batches_of_another_size_are_matched_as_ever():
+    options = {"samples": lambda step: 2 + step % 3 // 2, "weight": 0.5}
+    ahead, losses, early = run("gan", ahead=True, **options)
+    plain, expected, _ = run("gan", ahead=False, **options)
+    assert losses == expected
+    assert_alike(ahead, plain)
+    assert 0 < sum(early) < 3 * 9
+
+
+@pytest.mark.parametrize("case", ["forgotten", "two passes", "frozen", "weight", "left out"])
+def test_a_loss_that_comes_otherwise_is_put_together_anew(case):
+    found = []
+    for ahead in (True, False):
+        model = model_of()
+        options = {"weight": (lambda step: 0.5 * (step != 9)) if case == "weight" else 0.5}
+        alignment = alignattn.align(model, "gan", add_to_outputs=False, **options)
+        alignment.objective.recorder = recorder = Recorder()
+        if not ahead:
+            alignment.objective.ahead.learn = lambda *_: None
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        losses = []
+        for step in range(STEPS):
+            if step == 8 and case == "left out":
+                handle = model.classifier.register_forward_hook(_failing)
+                with pytest.raises(RuntimeError):  # a forward that fails half way
+                    model(**batch(step))
+                handle.remove()
+            if step == 8 and case == "frozen":
+                model.bert.embeddings.requires_grad_(False)
+                model.bert.encoder.layer[0].requires_grad_(False)
+            loss = model(**batch(step)).loss
+            if step == 8 and case == "two passes":
+                loss = loss + model(**batch(step + 100)).loss
+            if step == 8 and case == "forgotten":
+                with torch.no_grad():
+                    model(**batch(step + 100))
+            loss = loss + alignment.loss()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert recorder.played
+        found.append((losses, model))
+    assert found[0][0] == found[1][0]
+    assert_alike(found[0][1], found[1][1])
+
+
+def _failing(*_):
+    raise RuntimeError("half way")

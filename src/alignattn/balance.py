@@ -205,7 +205,8 @@ def at_least_single(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _square(gradient: Tensor) -> Tensor:
-    return gradient.float().square().sum()
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norm.float().square()
 
 
 COMPILED = (

@@ -169,11 +169,13 @@ def _comes_again() -> bool:
 
 def _scaled(whole: Tensor, by: Tensor) -> Tensor | list[Tensor]:
     """At once; or, where copies in single precision would take much memory, one after the other."""
+    if whole.dtype in (torch.float32, torch.float64):
+        return whole * by
     if kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT):
         from alignattn.matching.kernels.times import times
 
         return times(whole, by)
-    if whole.dtype in (torch.float32, torch.float64) or whole.numel() <= LARGEST:
+    if whole.numel() <= LARGEST:
         return (at_least_single(whole) * by).to(whole.dtype)
     return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]
 

@@ -66,6 +66,15 @@ class _Together:
     of_key: Tensor | None
     of_networks: list[Tensor | None]
     lease: Lease | None = None  # of the gradients, where they are lent
+    finite: Tensor | None = None  # [l], if it was not told yet
+    of_both: Tensor | None = None  # [2 l, b, h, n, d], where queries and keys lie in one stretch of memory
+
+    def slices(self, at: int) -> tuple[delivery.Slice | None, delivery.Slice | None]:
+        """The gradients of one record's queries and keys."""
+        if self.of_both is not None:
+            return delivery.Slice(self.of_both, at), delivery.Slice(self.of_both, len(self.of_both) // 2 + at)
+        of_query, of_key = (None if w is None else delivery.Slice(w, at) for w in (self.of_query, self.of_key))
+        return of_query, of_key
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class Objective:
         rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self._scale(leaves, shares)
         matched: dict[int, _Matched] = {}
-        values, leases = [], []
+        values, leases, finite = [], [], []
         of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
         early = self.ahead.take(records, shares, scale)
         together_ = together(rows, self.matcher)
@@ -146,9 +155,13 @@ class Objective:
             leases.append(found.lease)
             parts = _without_shares(found.values, [shares[place] for place in places])
             for at, place in enumerate(places):
-                of_row = tuple(None if w is None else delivery.Slice(w, at) for w in (found.of_query, found.of_key))
-                matched[place] = _Matched(parts[at], *through_unpacking(leaves[place], rows[place], of_row))
+                matched[place] = _Matched(parts[at], *through_unpacking(leaves[place], rows[place], found.slices(at)))
+            if found.finite is not None:
+                finite.append((places, found.finite))
             of_networks = [added(one, other) for one, other in zip(of_networks, found.of_networks, strict=True)]
+        if finite:
+            names = [rows[place].name for places, _ in finite for place in places]
+            self.finite.submit(names, torch.cat([told for _, told in finite]))
         by_records = all(lease is not None for lease in leases)
         if by_records or balance is None:  # what is looked at is recorded later than what is not
             whole = all(row is record for row, record in zip(rows, records, strict=True))
@@ -200,10 +213,10 @@ class Objective:
         )
         if found is None:
             return None
-        self.finite.submit(stack.names, found.finite)
         for name, value, count in found.told:
             self.matcher.tell(name, value.clone(), count)
-        return _Together(found.weighed.clone(), found.of_query, found.of_key, found.of_networks, found.lease)
+        gradients = found.of_query, found.of_key, found.of_networks
+        return _Together(found.weighed.clone(), *gradients, found.lease, found.finite, found.of_both)
 
     def _is_matched_whole(self, record: QueryKey) -> bool:
         """Whether what is matched are its queries and keys as they are."""

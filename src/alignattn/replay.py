@@ -47,12 +47,14 @@ class Replayed:
     of_query: Tensor | None
     of_key: Tensor | None
     of_networks: list[Tensor | None]
+    of_both: Tensor | None  # [2 l, b, h, n, d]: of queries, then of keys, where both are of one shape
     lease: Lease
 
 
 @dataclass
 class _Record:
     inputs: "_Inputs"
+    both: Tensor | None
     play: Callable[[], Any]
     put_out: tuple[Tensor, Tensor, Told, Tensor | None, Tensor | None, list[Tensor | None]]
 
@@ -161,13 +163,19 @@ class Replays:
             record.play()
         lease = Lease()
         self._lent = weakref.ref(lease)
-        return Replayed(*record.put_out, lease)
+        wanted = of_query and of_key and record.put_out[3] is not None and record.put_out[4] is not None
+        return Replayed(*record.put_out, record.both if wanted else None, lease)
 
     def _recorded(self, given: Any, names: list[str], *, alike: bool, of_query: bool, of_key: bool) -> _Record | None:
         queries, keys, query_mask, key_mask, outer, acting = given
-        places = self._carved(
-            [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)], keys[0].device
-        )
+        kinds = [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)]
+        both = None
+        if kinds[0] == kinds[1]:
+            (count, *rest), dtype = kinds[0]
+            (both,) = self._carved([((2 * count, *rest), dtype)], keys[0].device)
+            places = [both[:count], both[count:]]
+        else:
+            places = self._carved(kinds, keys[0].device)
         masks = [_like_mask(query_mask), _like_mask(key_mask)]
         masks[1] = masks[0] if alike else masks[1]
         inputs = _Inputs(places[0], places[1], masks[0], masks[1], outer.clone(), acting.clone())
@@ -194,7 +202,7 @@ class Replays:
             self.refused, self.reason = True, str(error)
             self.forget()
             return None
-        return _Record(inputs, play, put_out)
+        return _Record(inputs, both, play, put_out)
 
     def _carved(self, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
         """Tensors in the one stretch of memory. If they need a larger one, records of the old are given up."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from alignattn.capture import QueryKey
 from alignattn.matching.matcher import Matcher
 
-PARTS, FEWEST = 4, 2  # into which the layers of a model are divided, and layers in one
+PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
 
 
 @dataclass(frozen=True)

@@ -365,7 +365,7 @@ def test_matchings_are_as_precise_as_plain_torch_in_single_precision(method, n, 
 @pytest.mark.parametrize(("n", "m", "d"), SHAPES[2:])
 @pytest.mark.parametrize("method", ["gan", "ct", "mmd", "ot"])
 def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monkeypatch):
-    """Plain code in half precision would at least hold its tokens so: whatever else it did, it could not do better."""
+    """Plain code in half precision would at least hold tokens and weights so: it could not do better."""
     from alignattn.matching import kernels
     from alignattn.matching import matcher as base
 
@@ -382,6 +382,8 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
         return tuple(side + (side.detach().bfloat16().to(side) - side.detach()) for side in scaled(*given))
 
     monkeypatch.setattr(base, "standardise", rounded)
+    for parameter in matcher.parameters():
+        parameter.data = parameter.data.bfloat16().to(parameter)
     plain = found(query, key, masks, torch.float64)
     for one, usual, truth in zip(told, plain, exact, strict=True):
         if one.shape == query.shape or one.shape == key.shape:  # gradients leave in half precision

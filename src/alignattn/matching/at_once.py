@@ -19,6 +19,7 @@ from alignattn.matching.matcher import Matcher
 # wants few launches, and little memory beside the model's.
 PIECE = {"cpu": 2**20}
 LARGEST_PIECE = 5 * 2**22
+LONG, LONG_PIECE = 2048, 2**22  # tokens of a problem that fills an accelerator with few others, and then
 
 Piece = tuple[slice, slice, slice]  # of calls, of samples, of heads
 
@@ -114,7 +115,7 @@ def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[Piece]:
     counts = query.shape[:3]
     pieces: list[list[slice]] = [[slice(None)]] * 3
     if matcher.is_separable():
-        size = PIECE.get(query.device.type, LARGEST_PIECE)
+        size = PIECE.get(query.device.type, LONG_PIECE if query.shape[3] >= LONG else LARGEST_PIECE)
         within = query.numel() + key.numel()
         for axis in range(3 if matcher.is_separable_by_heads() else 2):
             one = within // counts[axis]

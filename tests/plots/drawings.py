@@ -41,7 +41,9 @@ def _frontier(titles, **rest):
 
 # kind: a picture of some titles, {anything: title}; the same input each time.
 PICTURES = {
-    "clouds": lambda t, **rest: plots.clouds({v: (gaussian(7), gaussian(12)) for v in t.values()}, **rest),
+    "clouds": lambda t, **rest: plots.clouds(
+        {v: (gaussian(7), gaussian(12)) for v in t.values()}, method="pca", **rest
+    ),
     "reliability": lambda t, **rest: plots.reliability(
         {v: BINS | {"count": [0, 10_000, 0, 300_000]} for v in t.values()}, **rest
     ),

@@ -14,7 +14,7 @@ from alignattn.errors import ConfigError
 mpl = pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")
 pytest.importorskip("sklearn", reason="pip install 'alignattn[demo]'")
 
-from drawings import BINS, PICTURES, STRANGE  # noqa: E402
+from drawings import BINS, PICTURES, STRANGE, gaussian  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 
@@ -30,6 +30,12 @@ def test_equal_input_gives_equal_bytes(tmp_path, suffix, kind):
     assert files["first"] == files["again"] == files["anew"] != files["other"]
     assert files["first"].startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix.lower()])
     assert b"<dc:date>" not in files["first"] and b"CreationDate" not in files["first"]
+
+
+def test_tsne_gives_equal_bytes_too(tmp_path):
+    for name in ("first", "again"):
+        plots.save(plots.clouds({"soft": (gaussian(20), gaussian(20, seed=1))}), tmp_path / f"{name}.png")
+    assert (tmp_path / "first.png").read_bytes() == (tmp_path / "again.png").read_bytes()
 
 
 def test_a_picture_is_readable_by_those_who_may_read_the_folder(tmp_path):

@@ -20,5 +20,17 @@ def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch, capsys):
         exec(compile(block, page.name, "exec"), names)
 
 
-def test_there_is_a_page_for_each_way_to_train():
-    assert {page.stem for page in PAGES} == {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
+def test_there_is_a_page_for_each_way_to_train_and_one_of_pictures():
+    ways = {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
+    assert {page.stem for page in PAGES} == ways | {"pictures"}
+
+
+def test_pictures_that_pages_show_exist_and_are_small():
+    pages = [*PAGES, *GUIDE.parent.glob("*.md")]
+    shown = {
+        (page.parent / name).resolve() for page in pages for name in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text())
+    }
+    assert len(shown) >= 6
+    for picture in shown:
+        assert picture.exists(), picture
+        assert picture.stat().st_size < 250_000, picture

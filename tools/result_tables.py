@@ -13,11 +13,10 @@ from typing import Any
 
 from alignattn.config import METHODS, resolve
 from alignattn.experiments.compare import Cell, Comparison, compare, metric
-from alignattn.experiments.frontier import frontier, series
+from alignattn.experiments.frontier import series
 from alignattn.experiments.recipe import load
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import LEGEND, MARKS, differences, notes, piped, summary
-from alignattn.plots import save
 from alignattn.results import Result, read_all
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +77,7 @@ def is_frontier(comparison: Comparison) -> bool:
 
 
 def picture(comparison: Comparison) -> Path:
-    """Where the frontier of a comparison is drawn."""
+    """Where the frontier of a comparison is drawn, by figures.py."""
     return FIGURES / f"frontier-{re.sub(r'[^a-z0-9]+', '-', comparison.name).strip('-')}.svg"
 
 
@@ -240,7 +239,3 @@ if __name__ == "__main__":
     for path, text in written().items():
         path.write_text(text)
         print(f"wrote {path.relative_to(ROOT)}")
-    for comparison in compare(current()):
-        if is_frontier(comparison):
-            save(frontier(comparison), picture(comparison))
-            print(f"wrote {picture(comparison).relative_to(ROOT)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignattn import functional
     from alignattn.alignment import Alignment, align
+    from alignattn.attention_maps import attention_of
     from alignattn.config import AlignmentConfig
     from alignattn.coordinates import rebase
     from alignattn.errors import AlignmentError, AlignmentWarning
@@ -26,6 +27,7 @@ __all__ = [
     "Ramp",
     "__version__",
     "align",
+    "attention_of",
     "functional",
     "rebase",
 ]
@@ -39,6 +41,7 @@ _HOMES = {
     "Matcher": "matching.matcher",
     "Ramp": "weights",
     "align": "alignment",
+    "attention_of": "attention_maps",
     "rebase": "coordinates",
 }
 

@@ -84,8 +84,8 @@ def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> li
         if result.seed == seed and result.method in titles
     }
     pictures = {"clouds.png": plots.clouds(clouds), "reliability.png": plots.reliability(bins)}
-    for name, figure in pictures.items():
-        plots.save(figure, out / name)
+    for name, axes in pictures.items():
+        plots.save(axes, out / name)
     return [out / name for name in pictures]
 
 

@@ -55,23 +55,26 @@ def test_options_that_differ_are_curves_of_their_own():
     (comparison,) = compare(both)
     expected = [f"mmd{auto} generator={how}" for auto in ("", " auto") for how in ("model", "projections")]
     assert sorted(series(comparison, "ece")) == sorted(expected)
-    figure = frontier(comparison)
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(legend) == sorted([*expected, "soft"])
-    lines = {curve.get_label(): curve.lines[0] for curve in figure.axes[0].containers}
+    axes = frontier(comparison)
+    legend = [text.get_text() for text in axes[0].figure.legends[0].get_texts()]
+    assert sorted(legend) == sorted([*expected, "soft", "best trade-off"])
+    lines = {curve.get_label(): curve.lines[0] for curve in axes[0].containers}
     assert len({line.get_linestyle() for line in lines.values()}) == 4  # of one colour, told apart by their lines
     assert len({line.get_color() for line in lines.values()}) == 1
 
 
 def test_the_picture_shows_each_metric_its_soft_line_and_the_weights():
     (comparison,) = compare(results())
-    figure = frontier(comparison)
-    assert [axis.get_title() for axis in figure.axes] == ["accuracy % (higher is better)", "ECE % (lower is better)"]
-    axis = figure.axes[0]
+    axes = frontier(comparison)
+    assert [(axis.get_title(), axis.get_ylabel()) for axis in axes] == [
+        ("accuracy %", "better →"),
+        ("ECE %", "← better"),
+    ]
+    axis = axes[0]
     curve = next(line for line in axis.lines if line.get_marker() == "o")
     assert list(curve.get_xdata()) == pytest.approx([6, -1])
     assert list(curve.get_ydata()) == pytest.approx([246.5 / 3, 214.5 / 3])
-    star = next(line for line in axis.lines if line.get_label() == "soft")
+    star = next(line for line in axis.lines if line.get_marker() == "*")
     assert (star.get_xdata()[0], star.get_ydata()[0]) == pytest.approx((22, 81))
     assert [text.get_text() for text in axis.texts] == ["0.1", "1", "0.1"]
     ticks = [float(label.get_text().replace("\u2212", "-")) for label in axis.get_xticklabels()]
@@ -99,7 +102,7 @@ def test_differences_that_cancel_out_have_an_error_all_the_same():
 def test_two_seeds_give_a_point_without_an_error():
     (comparison,) = compare([r for r in results() if r.seed < 2])
     assert all(math.isnan(p.error) for p in series(comparison, "accuracy")["mmd"])
-    axis = frontier(comparison).axes[0]
+    axis = frontier(comparison)[0]
     (bars, *_) = (line for line in axis.collections if hasattr(line, "get_segments"))
     assert not [s for s in bars.get_segments() if len(s) and all(map(math.isfinite, s[:, 1]))]  # no bar is drawn
 

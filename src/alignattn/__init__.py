@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from alignattn.alignment import Alignment, align
     from alignattn.config import AlignmentConfig
     from alignattn.coordinates import rebase
+    from alignattn.diagnosis.measure import diagnose
     from alignattn.errors import AlignmentError, AlignmentWarning
     from alignattn.matching.matcher import Matcher
     from alignattn.weights import Auto, Ramp
@@ -26,6 +27,7 @@ __all__ = [
     "Ramp",
     "__version__",
     "align",
+    "diagnose",
     "functional",
     "rebase",
 ]
@@ -39,6 +41,7 @@ _HOMES = {
     "Matcher": "matching.matcher",
     "Ramp": "weights",
     "align": "alignment",
+    "diagnose": "diagnosis.measure",
     "rebase": "coordinates",
 }
 

@@ -17,7 +17,7 @@ from alignattn.capture.search import Layers
 from alignattn.diagnosis.entropy import entropies
 from alignattn.diagnosis.moments import Moments, distances
 from alignattn.diagnosis.permutation import permuted
-from alignattn.diagnosis.result import Diagnosis, HeadDiagnosis
+from alignattn.diagnosis.result import ROUNDING, Diagnosis, HeadDiagnosis
 from alignattn.diagnosis.separation import Sampled, separation
 from alignattn.diagnosis.words import words_of
 from alignattn.diagnostics import layer_of, of_samples
@@ -27,7 +27,6 @@ from alignattn.finite import finite_layers
 
 FEWEST_PERMUTATIONS = 40  # fewer have no 2.5 %
 FEWEST_TOKENS = 20
-ROUNDING = 1e-6  # of a mean of kernels
 
 
 def diagnose(
@@ -69,7 +68,9 @@ def diagnose(
     finally:
         tap.remove()
     if not heads:
-        raise NothingCapturedError("No attention ran: there were no batches, or none of them reached it.")
+        raise NothingCapturedError(
+            "No attention ran: there were no batches, or none of them reached it. Cross-attention needs cross=True."
+        )
     return Diagnosis(
         name=name or type(model).__name__,
         heads=heads,

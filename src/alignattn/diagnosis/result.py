@@ -13,6 +13,7 @@ from alignattn.results import NOT_FINITE
 
 KIND = "diagnosis"
 SCHEMA = 1
+ROUNDING = 1e-6  # of a mean of kernels
 Interval = tuple[float, float]
 
 
@@ -39,7 +40,7 @@ class HeadDiagnosis:
     @property
     def beyond_noise(self) -> bool:
         """Whether keys and queries differ by more than chance would have them differ."""
-        return self.mmd > self.noise[1]
+        return self.mmd > self.noise[1] + ROUNDING
 
     @property
     def share_of_means(self) -> float:
@@ -74,7 +75,7 @@ class Diagnosis:
         """The diagnosis in a file's text; a ValueError says what is wrong with it."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.get("kind") != KIND:
-            raise ValueError("it is no diagnosis: its kind is not 'diagnosis'")
+            raise ValueError("its kind is not 'diagnosis'")
         schema = values.pop("schema", None)
         if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
             raise ValueError(f"its schema is {schema!r}, which is no version")

@@ -20,5 +20,6 @@ def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch, capsys):
         exec(compile(block, page.name, "exec"), names)
 
 
-def test_there_is_a_page_for_each_way_to_train():
-    assert {page.stem for page in PAGES} == {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
+def test_there_is_a_page_for_each_way_to_train_and_for_diagnosis():
+    ways = {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
+    assert {page.stem for page in PAGES} == ways | {"diagnose"}

@@ -96,7 +96,7 @@ def _own_pairs(heads: Sequence[HeadDiagnosis]) -> list[str]:
         return []
     told = (
         f"In {len(near)} of {len(heads)} heads MMD² is below zero: keys and queries have met there, and where a "
-        "token's query goes on to its own key the task was seen to suffer. until_met, on by default, leaves such heads alone."
+        "token's query goes on to its own key the task was seen to suffer. until_met, on by default, leaves them alone."
     )
     return [told]
 

@@ -69,8 +69,9 @@ def test_other_forms(plain, reviews, capsys):
 
 
 def test_rows_and_layers_can_be_chosen(plain, reviews, capsys):
-    assert diagnose(plain, reviews, "--rows", 5, "--layers", "-1", "--format", "json") == 0
+    assert diagnose(plain, reviews, "--rows", 5, "--layers", "-1", "--format", "json", "--max-tokens", 30) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["max_tokens"] == 30
     assert {h["samples"] for h in found["heads"]} == {5} and {h["layer"] for h in found["heads"]} == {LAYERS[1]}
     assert (found["settings"]["rows"], found["settings"]["rows_in_file"]) == (5, 21)
 

@@ -164,6 +164,17 @@ def test_half_precision_is_measured_in_full(inputs):
         assert one == pytest.approx(two, rel=0.1, abs=0.05)
 
 
+def test_autocast_around_the_model_leaves_the_figures_alone():
+    pair = torch.randn(6, 2, 5, 3), torch.randn(6, 2, 5, 3) + 0.3
+
+    def call(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*batch)
+
+    plain, around = alignattn.diagnose(Projected(), [pair]), alignattn.diagnose(Projected(), [pair], call=call)
+    assert plain == around
+
+
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "DeBERTa", "ViT", "Wav2Vec2", "ModernBERT", "GPT-OSS"])
 def test_families_of_all_kinds_are_measured(name):
     family = BY_NAME[name]

@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from alignattn.diagnosis.result import Diagnosis
 
 FORMATS = ("text", "markdown", "csv", "json")
+MEASURED = (
+    "text",
+    "rows",
+    "batch_size",
+    "max_length",
+    "layers",
+    "cross",
+    "permutations",
+    "max_tokens",
+    "seed",
+    "device",
+)
 DESCRIPTION = """Where keys and queries of a model differ, head by head, and what to try.
 
 DATA is any file that `alignattn finetune` reads: CSV, TSV, JSON lines, Parquet; its labels are not needed. With
@@ -41,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", nargs="+", metavar="LAYER", help="numbers, names or patterns of attention modules (default: all)")
     add("--cross", action="store_true", help="cross-attention too")
     add("--permutations", type=at_least_one, default=200, help="that the noise is told from (default: %(default)s)")
+    add("--max-tokens", type=at_least_one, default=2000, help="of a head for the classifier (default: %(default)s)")
     add("--seed", type=int, default=0, help="(default: %(default)s)")
     add("--device", default="auto", help="cpu, cuda, cuda:1 (default: an accelerator if there is one)")
     add("--heads", action="store_true", help="show every head, not only those that differ most")
@@ -101,6 +114,7 @@ def _measured(options: argparse.Namespace, name: str, rows: "Rows", device: "tor
         cross=options.cross,
         seed=options.seed,
         permutations=options.permutations,
+        max_tokens=options.max_tokens,
         name=short(name),
         settings=told,
         command=typed(options),
@@ -123,7 +137,7 @@ def typed(options: argparse.Namespace) -> str:
         parts += ["--against", short(options.against)]
     usual = argparse.ArgumentParser()
     add_options(usual)
-    for name in ("text", "rows", "batch_size", "max_length", "layers", "cross", "permutations", "seed", "device"):
+    for name in MEASURED:
         value = getattr(options, name)
         if value != usual.get_default(name):
             given = value if isinstance(value, list) else [] if value is True else [value]

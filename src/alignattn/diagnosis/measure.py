@@ -57,7 +57,8 @@ def diagnose(
         layer = layer_of(record)
         if layer not in found:
             found[layer] = _Layer(layer, record.query, seed, permutations, max_tokens)
-        found[layer].add(record)
+        with torch.autocast(record.query.device.type, enabled=False):  # the model may run under it
+            found[layer].add(record)
 
     tap = Tap(model, watch=measure, always=True, layers=layers, cross=cross, attending=True)
     try:

@@ -4,9 +4,9 @@
 
 K is the Gaussian kernel with the median bandwidth, which does not feel who is who; K₀ has no diagonal. Where there are
 as many keys as queries, a token's own query and key change places or do not (s = ±1), and with D = K_qq + K_kk - K_qk
-- K_kq only s'Ds moves. Tokens of a sentence differ from each other far more than their queries from their keys, and a
-token's query and key go together: this leaves both as they are, and the test is exact if (q, k) of a token might as
-well be (k, q). Elsewhere (cross-attention, a cache) the tokens are dealt anew, as two-sample tests do.
+- K_kq only s'Ds moves. Tokens of a sentence differ from each other, and a token's query and key go together: this
+leaves both as they are, and the test is exact if (q, k) of a token might as well be (k, q). Elsewhere (cross-attention,
+a cache) the tokens are dealt anew, as two-sample tests do.
 """
 
 import torch

@@ -126,7 +126,10 @@ def test_the_heads_that_differ_most_come_first_and_all_in_their_order():
     assert [row[1] for row in head_table(many)[1:]] == [str(i) for i in range(13, 3, -1)]
     assert [row[1] for row in head_table(many, every_head=True)[1:]] == [str(i) for i in range(14)]
     text = FORMATS["text"](many, False)
-    assert "Shown are 10 of 14 heads" in text and "Shown" not in FORMATS["text"](many, True)
+    assert "Shown are 10 of 14 heads, those that differ most" in text
+    changed = FORMATS["text"](compare_diagnoses(many, many), False)
+    assert "Shown are 10 of 14 heads, those that changed most" in changed
+    assert "Shown" not in FORMATS["text"](many, True)
 
 
 @pytest.fixture(params=["one", "two"])

@@ -127,7 +127,8 @@ def _page(
     parts = [heading(title), layout(layer_table(told)), "", layout(head_table(told, every_head=every_head))]
     total = len(told.heads)
     if not every_head and total > SHOWN:
-        parts += ["", sentence(f"Shown are {SHOWN} of {total} heads, those that differ most; --heads shows all.")]
+        most = "differ" if isinstance(told, Diagnosis) else "changed"
+        parts += ["", sentence(f"Shown are {SHOWN} of {total} heads, those that {most} most; --heads shows all.")]
     return "\n".join([*parts, "", *map(sentence, told.words)]) + "\n"
 
 

@@ -73,6 +73,7 @@ def test_files_that_are_not_there_or_cannot_be_written(tmp_path):
 def test_a_difference_is_beyond_noise_above_it_and_not_below():
     assert head(mmd=0.02).beyond_noise
     assert not head(mmd=0.01).beyond_noise and not head(mmd=-0.5).beyond_noise
+    assert not head(mmd=0.01 + 1e-7).beyond_noise  # a rounding
 
 
 def test_the_share_of_means_is_that_of_the_distance_of_two_gaussians():

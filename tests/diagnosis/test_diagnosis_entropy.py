@@ -88,6 +88,18 @@ def test_it_is_that_of_the_weights_the_model_hands_out(name, implementation):
     assert [head.entropy for head in found] == pytest.approx(expected, abs=2e-4)
 
 
+def test_a_cap_on_logits_is_part_of_the_call():
+    from transformers import Gemma2ForCausalLM
+
+    config, inputs = BY_NAME["Gemma 2"].config(), BY_NAME["Gemma 2"].inputs()
+    config._attn_implementation, config.attn_logit_softcapping, config.initializer_range = "eager", 0.3, 0.5
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        attentions = model(**inputs, output_attentions=True).attentions
+    expected = [value for weights in attentions for value in by_hand(weights, inputs["attention_mask"].bool())]
+    assert [head.entropy for head in alignattn.diagnose(model, [inputs]).heads] == pytest.approx(expected, abs=1e-5)
+
+
 def test_torchs_own_attention_causal_and_padded():
     attention = nn.MultiheadAttention(12, 3, batch_first=True)
     tokens, padding = torch.randn(2, 6, 12), torch.zeros(2, 6).bool()

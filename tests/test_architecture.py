@@ -117,7 +117,8 @@ ALLOWED = {
     "report": {"results", "plots"},
     "plots": {"results"},
 }
-ON_TOP = {"__init__", "__main__", "bench", "cli", "demo", "experiments", "finetune"}  # may import everything below them
+# May import everything below them.
+ON_TOP = {"__init__", "__main__", "bench", "cli", "demo", "diagnosis", "experiments", "finetune"}
 
 
 def part_of(file: Path) -> str:
@@ -170,3 +171,15 @@ def test_nobody_below_imports_what_stands_on_top():
     for file in FILES:
         if part_of(file) not in ON_TOP:
             assert not imported_parts(file) & ON_TOP, file
+
+
+def test_only_the_command_of_a_diagnosis_reads_files_and_loads_models():
+    for file in (PACKAGE / "diagnosis").glob("*.py"):
+        if file.stem not in ("batches", "command"):
+            assert not imported_parts(file) & {"bench", "cli", "datasets", "finetune", "models"}, file
+
+
+def test_no_part_on_top_imports_a_diagnosis_but_to_show_it():
+    for part in ("experiments", "finetune", "bench"):
+        for file in (PACKAGE / part).rglob("*.py"):
+            assert "diagnosis" not in imported_parts(file), file

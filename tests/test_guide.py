@@ -20,9 +20,9 @@ def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch, capsys):
         exec(compile(block, page.name, "exec"), names)
 
 
-def test_there_is_a_page_for_each_way_to_train_and_one_of_pictures():
+def test_there_is_a_page_for_each_way_to_train_of_diagnosis_and_of_pictures():
     ways = {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
-    assert {page.stem for page in PAGES} == ways | {"pictures"}
+    assert {page.stem for page in PAGES} == ways | {"diagnose", "pictures"}
 
 
 def test_pictures_that_pages_show_exist_and_are_small():

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from alignattn import functional
     from alignattn.alignment import Alignment, align
-    from alignattn.attention_maps import attention_of
     from alignattn.config import AlignmentConfig
     from alignattn.coordinates import rebase
+    from alignattn.diagnosis.measure import diagnose
     from alignattn.errors import AlignmentError, AlignmentWarning
     from alignattn.matching.matcher import Matcher
     from alignattn.weights import Auto, Ramp
@@ -27,7 +27,7 @@ __all__ = [
     "Ramp",
     "__version__",
     "align",
-    "attention_of",
+    "diagnose",
     "functional",
     "rebase",
 ]
@@ -41,7 +41,7 @@ _HOMES = {
     "Matcher": "matching.matcher",
     "Ramp": "weights",
     "align": "alignment",
-    "attention_of": "attention_maps",
+    "diagnose": "diagnosis.measure",
     "rebase": "coordinates",
 }
 

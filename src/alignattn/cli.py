@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from alignattn import __version__
 from alignattn.arguments import at_least_one, names, seeds, weights
 from alignattn.bench import command as bench_command
+from alignattn.diagnosis import command as diagnose_command
 from alignattn.errors import AlignmentError, AlignmentWarning, DataError
 from alignattn.finetune import command as finetune_command
 from alignattn.weights import write_weight
@@ -165,6 +166,10 @@ def _finetune(options: argparse.Namespace) -> int:
     return finetune_command.carry_out(options, print)
 
 
+def _diagnose(options: argparse.Namespace) -> int:
+    return diagnose_command.carry_out(options, print)
+
+
 def _bench(options: argparse.Namespace) -> int:
     return bench_command.carry_out(options, print)
 
@@ -269,6 +274,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     finetune.set_defaults(handler=_finetune)
     finetune_command.add_options(finetune)
+
+    diagnose = commands.add_parser(
+        "diagnose", help="where keys and queries of a model differ, head by head, and what to try"
+    )
+    diagnose.set_defaults(handler=_diagnose)
+    diagnose_command.add_options(diagnose)
 
     bench = commands.add_parser("bench", help="what alignment costs on this machine, beside soft attention and peers")
     bench.set_defaults(handler=_bench)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alignattn.capture import QueryKey, Tap
@@ -32,18 +33,8 @@ def discrepancy(
     counts: dict[str, Tensor] = {}
 
     def measure(record: QueryKey) -> None:
-        record = record.unpacked()
-        layer = f"{record.name}#{record.call}" if record.call else record.name
-        values = mmd(
-            record.query.float(),
-            record.key.float(),
-            query_mask=record.query_mask,
-            key_mask=record.key_mask,
-            bandwidth=bandwidth,
-            without_own=without_own,
-        )
-        enough = _at_least_two(record.query, record.query_mask) & _at_least_two(record.key, record.key_mask)
-        values = values.double() * enough[:, None]
+        layer = layer_of(record)
+        values, enough = of_samples(record.unpacked(), bandwidth=bandwidth, without_own=without_own)
         sums[layer] = sums[layer] + values.sum(0) if layer in sums else values.sum(0)
         counts[layer] = counts[layer] + enough.sum() if layer in counts else enough.sum()
 
@@ -57,6 +48,27 @@ def discrepancy(
     if not sums:
         raise NothingCapturedError("No attention ran: there were no batches, or none of them reached it.")
     return {name: total / counts[name].clamp_min(1) for name, total in sums.items()}
+
+
+def layer_of(record: QueryKey) -> str:
+    """`name`, or `name#1` and so on where the module had been called before in the same pass."""
+    return f"{record.name}#{record.call}" if record.call else record.name
+
+
+def of_samples(
+    record: QueryKey, *, bandwidth: Bandwidth = "median", without_own: bool = False
+) -> tuple[Float[Tensor, "b h"], Bool[Tensor, " b"]]:
+    """Unbiased squared MMD of each sample, and which of them have tokens enough to tell; the others are zero."""
+    values = mmd(
+        record.query.float(),
+        record.key.float(),
+        query_mask=record.query_mask,
+        key_mask=record.key_mask,
+        bandwidth=bandwidth,
+        without_own=without_own,
+    )
+    enough = _at_least_two(record.query, record.query_mask) & _at_least_two(record.key, record.key_mask)
+    return values.double() * enough[:, None], enough
 
 
 def _at_least_two(tokens: Tensor, mask: Tensor | None) -> Tensor:

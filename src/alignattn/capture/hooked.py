@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook
 from alignattn.capture.huggingface import head_width, uses_interface
 from alignattn.capture.projection import FUSED, find_projections, side_of
-from alignattn.capture.querykey import HIDDEN, valid_keys
+from alignattn.capture.querykey import HIDDEN, as_bias, causal_bias, to_query_heads, valid_keys
 from alignattn.capture.site import HEADS, ProjectedSocket, Site, attends_elsewhere, first_integer
 
 if TYPE_CHECKING:
@@ -102,9 +103,11 @@ class HookedSocket(ProjectedSocket):
 
         return after
 
-    def see(self, module: nn.Module, query: Tensor, key: Tensor, key_mask: Tensor | None) -> None:
+    def see(
+        self, module: nn.Module, query: Tensor, key: Tensor, key_mask: Tensor | None, attending: Attending | None
+    ) -> None:
         """One call of a watched module."""
-        self.record(module, query, key, key_mask, cross=self.cross[module])
+        self.record(module, query, key, key_mask, cross=self.cross[module], attending=attending)
 
 
 class _SeeProducts(TorchFunctionMode):
@@ -148,15 +151,34 @@ class _SeeProducts(TorchFunctionMode):
         if logits.numel() == samples * heads * n * key.shape[2] and logits.shape[-1] == key.shape[2]:
             highest = logits.detach().reshape(samples, heads * n, -1).amax(1)  # (b, m)
             self.done = True
-            self.socket.see(self.module, query, key, highest > HIDDEN)
+            attending = None
+            if self.socket.tap.attending:
+                attending = Attending(logits=logits.detach().reshape(samples, heads, n, -1))
+            self.socket.see(self.module, query, key, highest > HIDDEN, attending)
 
     def _attention(
-        self, query: Tensor, key: Tensor, _value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        _value: Tensor,
+        attn_mask: Tensor | None = None,
+        _dropout: float = 0.0,
+        is_causal: bool = False,
+        *_: Any,
+        scale: float | None = None,
+        **__: Any,
     ) -> None:
         pair = self._queries_and_keys(query, key)
         if pair is not None:
             self.done = True
-            self.socket.see(self.module, *pair, valid_keys(attn_mask, pair[1].shape[0], pair[1].shape[2]))
+            attending = None
+            if self.socket.tap.attending:  # the operands themselves: of the pair, one may be a multiple
+                bias = causal_bias(query, key) if is_causal else as_bias(attn_mask, query)
+                size = query.shape[-1] ** -0.5 if scale is None else scale
+                logits = query @ to_query_heads(key, query.shape[1]).mT * size
+                attending = Attending(logits=logits if bias is None else logits + bias)
+            key_mask = valid_keys(attn_mask, pair[1].shape[0], pair[1].shape[2])
+            self.socket.see(self.module, *pair, key_mask, attending)
 
     def _queries_and_keys(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor] | None:
         """[b, h, n, d] and [b, g, m, d], if that is what they are."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias
 from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
@@ -84,7 +85,13 @@ class HuggingFaceSocket(ProjectedSocket):
         return before
 
     def see(
-        self, module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, implementation: str | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        implementation: str | None,
+        options: dict[str, Any],
     ) -> None:
         """One call of a watched module."""
         if self.tap.records_from(module):
@@ -92,7 +99,11 @@ class HuggingFaceSocket(ProjectedSocket):
             key_mask = self.tap.valid_keys(mask, query.shape[0], key.shape[2])
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
             segments = None if mask is None else self.tap.segments_for(query, key)
-            self.record(module, query, key, key_mask, cross=self.cross[module], segments=segments)
+            attending = None
+            if self.tap.attending:
+                bias = _bias(module, query, key, mask, options, implementation)
+                attending = Attending(_scale(query, options), bias, options.get("softcap"))
+            self.record(module, query, key, key_mask, cross=self.cross[module], segments=segments, attending=attending)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of an attached model is a plain model
@@ -176,7 +187,7 @@ def _watched(function: Callable[..., Any], implementation: str | None) -> Callab
         for socket in sockets:
             if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
                 socket.tap.forget_outputs(module)  # a cap on logits, or a sink beside them, feels a shift of the keys
-            socket.see(module, query, key, attention_mask, implementation)
+            socket.see(module, query, key, attention_mask, implementation, kwargs)
 
         def original() -> Any:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
@@ -205,25 +216,41 @@ def _call(
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(strange)} to its attention, which a stand-in cannot reproduce."
         )
-    bias = as_bias(None if mask is None else mask[..., : key.shape[2]], query)
-    if mask is None and implementation == "sdpa" and query.shape[2] > 1:
-        is_causal = kwargs.get("is_causal")
-        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-            bias = causal_bias(query, key)
-    position = kwargs.get("position_bias")
-    if position is not None:
-        bias = position if bias is None else bias + position
-    scale = kwargs.get("scaling")
     return AttentionCall(
         module=module,
         query=query,
         key=key,
         value=value,
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        bias=bias,
+        scale=_scale(query, kwargs),
+        bias=_bias(module, query, key, mask, kwargs, implementation),
         dropout=float(kwargs.get("dropout") or 0.0),
         proceed=lambda: original()[0].transpose(1, 2),
     )
+
+
+def _bias(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+    implementation: str | None,
+) -> Tensor | None:
+    """What is added to the logits: the mask, causal where there is none and that is meant, and positions."""
+    bias = as_bias(None if mask is None else mask[..., : key.shape[2]], query)
+    if mask is None and implementation == "sdpa" and query.shape[2] > 1:
+        is_causal = options.get("is_causal")
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            bias = causal_bias(query, key)
+    position = options.get("position_bias")
+    if position is not None:
+        bias = position if bias is None else bias + position
+    return bias
+
+
+def _scale(query: Tensor, options: dict[str, Any]) -> float:
+    scale = options.get("scaling")
+    return float(query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def _implementation(module: nn.Module) -> str | None:

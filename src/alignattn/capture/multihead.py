@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.querykey import AttentionCall, Projected, QueryKey, Source, valid_keys
 from alignattn.capture.site import Site, Socket
@@ -142,6 +143,7 @@ class MultiheadSocket(Socket):
                 projected=(Projected(query, query), Projected(key, key)) if self.tap.projections else (),
                 query_source=_source(module, of_query, 0),
                 key_source=_source(module, of_key, 1),
+                attending=Attending(module.head_dim**-0.5, bias) if self.tap.attending else None,
             )
         )
 

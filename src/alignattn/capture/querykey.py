@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from alignattn.capture.attending import Attending
 from alignattn.errors import ShapeError
 
 HIDDEN = -5000.0  # a bias or logit below hides a key: hosts add -10000, -1e9, the dtype's minimum or -inf
@@ -87,6 +88,7 @@ class QueryKey:
     key_output: Tensor | None = None
     query_source: Source | None = None  # where queries and keys are copies
     key_source: Source | None = None
+    attending: Attending | None = None  # of the call as it was recorded, packed or not, where the tap asks for it
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):

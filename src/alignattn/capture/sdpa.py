@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias, valid_keys
 from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
@@ -90,7 +91,15 @@ class SdpaSocket(ProjectedSocket):
         return function is SDPA and bool(self.running) and not self.paused
 
     def see(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **_: Any,
     ) -> None:
         """One call, to be recorded."""
         module = self.running[-1]
@@ -99,8 +108,13 @@ class SdpaSocket(ProjectedSocket):
         if self.tap.records_from(module):
             lead = query.shape[:-3]
             queries, keys = _four(query, lead), _four(key, lead)
-            key_mask = valid_keys(_four_mask(attn_mask, query), keys.shape[0], keys.shape[2])
-            self.record(module, queries, keys, key_mask, cross=self._is_cross(query, key))
+            mask = _four_mask(attn_mask, query)
+            key_mask = valid_keys(mask, keys.shape[0], keys.shape[2])
+            attending = None
+            if self.tap.attending:
+                bias = causal_bias(queries, keys) if is_causal else as_bias(mask, query)
+                attending = Attending(query.shape[-1] ** -0.5 if scale is None else scale, bias)
+            self.record(module, queries, keys, key_mask, cross=self._is_cross(query, key), attending=attending)
 
     def replaces(self, query: Tensor, key: Tensor, *_: Any, **__: Any) -> bool:
         """Whether the tap's own attention is to compute this call."""

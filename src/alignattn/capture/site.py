@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from alignattn.capture.attending import Attending
 from alignattn.capture.projection import ProjectionHooks, find_projections
 from alignattn.capture.querykey import QueryKey
 from alignattn.errors import UnsupportedModelError
@@ -121,6 +122,7 @@ class ProjectedSocket(Socket):
         *,
         cross: bool,
         segments: Tensor | None = None,
+        attending: Attending | None = None,
     ) -> None:
         """Hand one call over, unless it is cross-attention and that was not asked for."""
         self.silent.pop(module, None)
@@ -143,6 +145,7 @@ class ProjectedSocket(Socket):
                 projected=projected,
                 query_output=self.tap.output(module, "query"),
                 key_output=self.tap.output(module, "key"),
+                attending=attending,
             )
         )
 

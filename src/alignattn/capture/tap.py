@@ -49,12 +49,14 @@ class Tap:
         projections: bool = False,  # also find what made queries and keys, for a gradient that stops there
         key_biases: bool = False,  # also find the biases of keys, which may be shifted
         bases: bool = False,  # also find where queries and keys can be written in another basis
+        attending: bool = False,  # also tell how each call weighs its keys
     ) -> None:
         self.model = model
         self.attend = attend
         self.cross = cross
         self.always = always
         self.projections = projections
+        self.attending = attending
         self.recording = False
         self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
         self._recomputed, self._again, self._awaits = recomputed, again, awaits

@@ -36,8 +36,7 @@ def find(table: Table, texts: tuple[str, ...] | None, label: str | None) -> Colu
     """The columns given, each checked to be there; those not given are looked for by the usual names."""
     for name in (*(texts or ()), *((label,) if label is not None else ())):
         table.require(name)
-    if texts is not None and len(texts) > 2:
-        raise ConfigError(f"--text takes one column, or two for sentence pairs; got {len(texts)}: {', '.join(texts)}.")
+    _one_or_two(texts)
     if label is None:
         label = _named(table, [name for name in LABELS if texts is None or name not in texts], "label", "--label")
     if texts is None:
@@ -45,6 +44,22 @@ def find(table: Table, texts: tuple[str, ...] | None, label: str | None) -> Colu
     if label in texts:
         raise ConfigError(f"The column {label!r} cannot be both text and label.")
     return Columns(texts, label)
+
+
+def find_texts(table: Table, texts: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The text columns alone, for whom labels are nothing to: given, or looked for beside what may be a label."""
+    for name in texts or ():
+        table.require(name)
+    _one_or_two(texts)
+    if texts is not None:
+        return texts
+    lower = {column.lower(): column for column in table.columns}
+    return _texts(table, next((lower[name] for name in LABELS if name in lower), None))
+
+
+def _one_or_two(texts: tuple[str, ...] | None) -> None:
+    if texts is not None and len(texts) > 2:
+        raise ConfigError(f"--text takes one column, or two for sentence pairs; got {len(texts)}: {', '.join(texts)}.")
 
 
 def _named(table: Table, names: list[str], what: str, option: str) -> str:
@@ -58,12 +73,12 @@ def _named(table: Table, names: list[str], what: str, option: str) -> str:
     )
 
 
-def _texts(table: Table, label: str) -> tuple[str, ...]:
+def _texts(table: Table, label: str | None) -> tuple[str, ...]:
     lower = {column.lower(): column for column in table.columns if column != label}
     for names in PAIRS:
         if all(name in lower for name in names):
             return tuple(lower[name] for name in names)
-    for name in (*TOKENS, *TEXTS) if label.lower() in TAGS else (*TEXTS, *TOKENS):
+    for name in (*TOKENS, *TEXTS) if label is not None and label.lower() in TAGS else (*TEXTS, *TOKENS):
         if name in lower:
             return (lower[name],)
     others = [column for name, column in lower.items() if name not in NEVER_TEXT and _is_text(table, column)]

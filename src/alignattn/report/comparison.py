@@ -132,7 +132,9 @@ def _reliability(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:
 
     panels = {row.label: found for row, results in shown if (found := bins(results)) is not None}
     drawn = [
-        svg.inline(partial(plots.reliability, {label: found}), f"Reliability of {label}", f"{salt}-{number}")
+        svg.inline(
+            partial(plots.reliability, {pictures.fitting(label): found}), f"Reliability of {label}", f"{salt}-{number}"
+        )
         for number, (label, found) in enumerate(panels.items(), 1)
     ]
     caption = (

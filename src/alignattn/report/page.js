@@ -1,6 +1,6 @@
 "use strict";
 // Tables sort by a click on a head, or by Enter and Space on it. What is missing stays last, whichever way.
-const collator = new Intl.Collator("en", { numeric: true });
+const collator = new Intl.Collator("en");
 const missing = new Set(["", "–", "—", "-", "NaN"]);
 
 function keyOf(cell, kind) {
@@ -12,7 +12,17 @@ function keyOf(cell, kind) {
 }
 
 function order(a, b) {
-  return typeof a === "number" ? (a < b ? -1 : a > b ? 1 : 0) : collator.compare(a, b);
+  return typeof a === "number" ? (a < b ? -1 : a > b ? 1 : 0) : natural(a, b);
+}
+
+// Texts with the numbers in them as numbers: "layer 2" before "layer 10", "gan 0.01" before "gan 0.1".
+function natural(a, b) {
+  const [left, right] = [a, b].map((text) => text.split(/(\d+(?:\.\d+)?)/));
+  for (let i = 0; i < Math.min(left.length, right.length); i++) {
+    const found = i % 2 ? left[i] - right[i] : collator.compare(left[i], right[i]);
+    if (found) return found;
+  }
+  return left.length - right.length;
 }
 
 function sort(table, head) {

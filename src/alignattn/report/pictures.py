@@ -1,6 +1,7 @@
 """The pictures of a report: what matplotlib draws of them, from numbers that result files hold."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHADES = 16  # of a map: as many as its key shows
-DENSE, PALE = 0.8, "#f8fafc"  # the share of the scale from which on a number is read better in white
+DENSE, PALE = 1 - 1 / SHADES, "#f8fafc"  # on the last shade a number is read better in white, in either scheme
+LETTERS, LONGEST = 44, 120  # of a label: in a line of a panel, and in all
 MOST_ANNOTATED = 12  # heads in a row whose cells have room for a number
 
 Course = tuple[Sequence[float], Sequence[float]]  # steps, values
@@ -74,7 +76,7 @@ def head_map(title: str, layers: Mapping[str, Sequence[float]], limits: tuple[fl
     axis.set_yticks([y + 0.5 for y in _some(len(grid))], [str(y) for y in _some(len(grid))], fontsize=7)
     axis.set_xlabel("head", fontsize=8)
     axis.set_ylabel("layer", fontsize=8)
-    axis.set_title(title, fontsize=9, wrap=True)
+    axis.set_title(fitting(title), fontsize=9)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     key = figure.colorbar(mesh, ax=axis, fraction=0.06, pad=0.03)
@@ -92,14 +94,15 @@ def curves(title: str, courses: Mapping[str, Course], styles: Mapping[str, tuple
     axis = figure.subplots()
     for name, (steps, values) in courses.items():
         colour, dashes = styles[name]
-        axis.plot(steps, values, color=colour, linestyle=dashes, linewidth=1.3, label=name)
+        axis.plot(steps, values, color=colour, linestyle=dashes, linewidth=1.3, label=fitting(name))
     axis.set_title(title, fontsize=9)
     axis.set_xlabel("step", fontsize=8)
     axis.tick_params(labelsize=7, length=2, color=GREY)
     axis.grid(axis="y", color=GREY, alpha=0.25, linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
     axis.spines[["left", "bottom"]].set(color=GREY, linewidth=0.6)
-    figure.legend(loc="outside lower center", ncols=min(3, len(courses)), frameon=False, fontsize=7, handlelength=1.4)
+    columns = max(1, min(3, LETTERS // (4 + max(len(name) for name in courses))))
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=7, handlelength=1.4)
     return figure
 
 
@@ -111,6 +114,12 @@ def styles_of(methods: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         known = sum(style[0] == colour for style in found.values())
         found[label] = colour, LINES[known % len(LINES)]
     return found
+
+
+def fitting(label: str) -> str:
+    """A label in lines that fit into a panel, cut where it would fill it."""
+    label = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+    return "\n".join(textwrap.wrap(label, LETTERS)) or " "
 
 
 def limits_of(maps: Sequence[Mapping[str, Sequence[float]]]) -> tuple[float, float]:

@@ -46,7 +46,8 @@ def inline(draw: Callable[[], Any], label: str, salt: str) -> Markup:
         raise AlignmentError("A report's pictures need matplotlib: pip install 'alignattn[plot]'") from error
     text = io.StringIO()
     with mpl.rc_context(PLAIN), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # the page may have it
+        # Of a character that matplotlib's font lacks, and the page's may have, or a title that leaves no room.
+        warnings.simplefilter("ignore", UserWarning)
         figure_of(draw()).savefig(text, format="svg", metadata={"Date": None})
     return adapted(text.getvalue(), label, salt)
 

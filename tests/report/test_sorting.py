@@ -27,6 +27,7 @@ from alignattn.report.sorting import in_script, is_missing, is_numeric, sort_key
         ("12 %", 12),
         ("∞", math.inf),
         ("−∞", -math.inf),
+        ("inf", math.inf),
         ("soft", None),
         ("2026-01-02T03:04:05", None),
         ("3d", None),

@@ -197,4 +197,4 @@ def _courses(row: Row, results: Sequence[Result]) -> dict[str, list[pictures.Cou
 
 
 def _value(value: float | None, digits: int) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.{digits}f}".replace("-", "−")
+    return "–" if value is None or math.isnan(value) else f"{value:.{digits}f}".replace("-", "−").replace("inf", "∞")

@@ -8,7 +8,7 @@ import re
 
 MISSING = frozenset({"", "–", "—", "-", "NaN", "nan"})
 # A number that the text begins with, and that ends where a word would: not the year of a date, nor the 3 of "3d".
-_LEADING = re.compile(r"([<>≤≥~]?)\s*([+−-]?)(∞|Infinity|\d[\d,]*(?:\.\d+)?(?:[eE][+−-]?\d+)?)(?=$|[\s%×)])")
+_LEADING = re.compile(r"([<>≤≥~]?)\s*([+−-]?)(∞|inf|\d[\d,]*(?:\.\d+)?(?:[eE][+−-]?\d+)?)(?=$|[\s%×)])")
 
 
 def sort_key(text: str) -> float | None:
@@ -17,7 +17,7 @@ def sort_key(text: str) -> float | None:
     if found is None:
         return None
     bound, sign, digits = found.groups()
-    number = math.inf if digits in ("∞", "Infinity") else float(digits.replace(",", "").replace("−", "-"))
+    number = math.inf if digits in ("∞", "inf") else float(digits.replace(",", "").replace("−", "-"))
     number = -number if sign in ("−", "-") and sign else number
     if bound == "<":
         return math.nextafter(number, -math.inf)

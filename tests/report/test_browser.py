@@ -4,13 +4,13 @@ import itertools
 import json
 
 import pytest
+from made_results import diagnosis, fill, result
 
 from alignattn.errors import AlignmentWarning
 from alignattn.report.blocks import Section, Table
 from alignattn.report.build import report
 from alignattn.report.page import page as written
 from alignattn.results import write
-from conftest import diagnosis, fill, result
 
 pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")
 

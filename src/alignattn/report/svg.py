@@ -24,7 +24,7 @@ INK = frozenset({"#000000", "#404040", "#333333", "black"})
 PAPER = frozenset({"#ffffff", "white"})
 POINT = 4 / 3  # pixels
 # text.parse_math: a dollar in a name is a dollar. Text stays text, in the page's own font.
-PLAIN: dict[Any, Any] = {"svg.hashsalt": "alignattn", "svg.fonttype": "none", "text.parse_math": False}
+PLAIN: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False}
 _DROPPED = frozenset({"metadata", "style", "title"})
 _FONT = re.compile(r"(?:(?P<style>italic|oblique)\s+)?(?:(?P<weight>bold|\d00)\s+)?(?P<size>[\d.]+)px\b.*")
 _REFERENCE = re.compile(r"#([\w.-]+)")

@@ -69,7 +69,7 @@ def _settings(results: Sequence[Result]) -> list[tuple[str, str]]:
 
 def _inputs(results: Sequence[Result]) -> dict[str, list[str]]:
     names = distinct(name for result in results for name in result.inputs)
-    return {name: distinct(str(r.inputs[name])[:16] for r in results if name in r.inputs) for name in names}
+    return {name: distinct(f"{str(r.inputs[name])[:16]}…" for r in results if name in r.inputs) for name in names}
 
 
 def _span(times: Sequence[str]) -> str:

@@ -61,10 +61,11 @@ docs: $(STAMP) ## write docs/options.md and docs/recipes.md anew from the code
 	$(BIN)/python tools/option_table.py
 	$(BIN)/python tools/recipe_table.py
 
-tables: $(STAMP) ## write docs/results.md, docs/performance.md, docs/figures and the README's table from the files in results/
+tables: $(STAMP) ## write the results, performance and report pages, the figures and the README's table from results/
 	$(BIN)/python tools/result_tables.py
 	$(BIN)/python tools/figures.py
 	$(BIN)/python tools/performance_page.py
+	$(BIN)/python tools/report_page.py
 
 models: $(STAMP) ## write docs/models.md, the table of transformers families
 	$(BIN)/python tools/model_table.py $(ARGS)

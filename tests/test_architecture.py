@@ -114,19 +114,22 @@ ALLOWED = {
     "models": CORE | {"bayesian"},
     "datasets": set(),
     "attacks": {"datasets", "metrics", "models"},
-    "report": {"results", "plots"},
     "plots": {"results"},
 }
 # May import everything below them.
-ON_TOP = {"__init__", "__main__", "bench", "cli", "demo", "diagnosis", "experiments", "finetune"}
+ON_TOP = {"__init__", "__main__", "bench", "cli", "demo", "diagnosis", "experiments", "finetune", "report"}
+# What a report reads, and who makes one: it stands above the comparison, and never runs or measures anything itself.
+REPORTED = {"diagnosis", "experiments", "plots", "results"}
+COMPARED = {"compare", "frontier", "paper", "settings", "statistics", "tables"}  # of the experiments
+REPORTING = {"cli", "demo"}
 
 
 def part_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_parts(file: Path) -> set[str]:
-    """The parts of the package that a file imports, wherever in it, at run time or for types alone."""
+def imported_names(file: Path) -> set[str]:
+    """The names of the package that a file imports, wherever in it, at run time or for types alone."""
     package = ["alignattn", *file.relative_to(PACKAGE).parent.parts]
     names: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -136,7 +139,12 @@ def imported_parts(file: Path) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             names.update(f"{module}.{alias.name}" for alias in node.names)
-    return {name.split(".")[1] for name in names if name.startswith("alignattn.")}
+    return {name for name in names if name.startswith("alignattn.")}
+
+
+def imported_parts(file: Path) -> set[str]:
+    """The parts of the package that a file imports."""
+    return {name.split(".")[1] for name in imported_names(file)}
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -183,3 +191,18 @@ def test_no_part_on_top_imports_a_diagnosis_but_to_show_it():
     for part in ("experiments", "finetune", "bench"):
         for file in (PACKAGE / part).rglob("*.py"):
             assert "diagnosis" not in imported_parts(file), file
+
+
+def test_a_report_reads_results_only():
+    for file in FILES:
+        if part_of(file) == "report":
+            parts = imported_parts(file) - {"__version__", "report"} - ANYONE
+            assert parts <= REPORTED, f"{file.name} imports {sorted(parts - REPORTED)}"
+            names = (name.split(".") for name in imported_names(file))
+            experiments = {name[2] for name in names if name[1] == "experiments"}
+            assert experiments <= COMPARED, f"{file.name} imports {sorted(experiments - COMPARED)}"
+
+
+def test_nobody_makes_reports_but_the_command_and_the_demo():
+    makers = {part_of(file) for file in FILES if "report" in imported_parts(file)} - {"report"}
+    assert makers <= REPORTING

@@ -33,6 +33,9 @@ def test_demo_trains_soft_attention_and_the_four_methods(capsys, tmp_path):
     assert (tmp_path / "table.txt").read_text() in out
     for picture in ("clouds.png", "reliability.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert str(tmp_path / "report.html") in out
+    assert "5 runs." in page and "alignattn demo --seeds 1 --steps 2" in page and page.count("<svg ") > 10
 
 
 def tiny(out, *more):

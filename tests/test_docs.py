@@ -38,6 +38,17 @@ def test_result_tables_are_what_the_result_files_say():
         assert path.read_text() == text, "run: make tables"
 
 
+def test_the_report_of_the_minilm_runs_is_what_their_files_say():
+    import report_page
+
+    def told(page: str) -> str:
+        return re.sub(r"<svg .*?</svg>", "", page, flags=re.DOTALL)  # another matplotlib draws other lines
+
+    committed = report_page.PAGE.read_text(encoding="utf-8")
+    assert len(committed) < 1_500_000 and committed.count("<svg ") > 40
+    assert told(committed) == told(report_page.page()), "run: make tables"
+
+
 def test_committed_results_are_whole_and_name_no_place():
     from alignattn.results import read_all
 

@@ -28,6 +28,8 @@ out, err = io.StringIO(), io.StringIO()
 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     assert main(["run", "--list"]) == 0
     assert main(["demo"]) == main(["compare", str(package)]) == main(["run", "digits"]) == 1
+    assert main(["report", str(package)]) == 1
 assert "digits" in out.getvalue(), "the recipes are missing"
 assert (package / "paper_values" / "glue.toml").is_file(), "the paper's values are missing"
-assert err.getvalue().count("pip install 'alignattn[demo]'") == 3, f"no word of what to install: {err.getvalue()}"
+assert all((package / "report" / name).is_file() for name in ("style.css", "page.js")), "the report's files are missing"
+assert err.getvalue().count("pip install 'alignattn[demo]'") == 4, f"no word of what to install: {err.getvalue()}"

@@ -14,6 +14,7 @@ from alignattn.bench import command as bench_command
 from alignattn.diagnosis import command as diagnose_command
 from alignattn.errors import AlignmentError, AlignmentWarning, DataError
 from alignattn.finetune import command as finetune_command
+from alignattn.report import command as report_command
 from alignattn.weights import write_weight
 
 if TYPE_CHECKING:
@@ -174,6 +175,10 @@ def _bench(options: argparse.Namespace) -> int:
     return bench_command.carry_out(options, print)
 
 
+def _report_page(options: argparse.Namespace) -> int:
+    return report_command.carry_out(options, print)
+
+
 def _executor(options: argparse.Namespace) -> "Executor":
     if options.ray is not None:
         from alignattn.experiments.cluster import ray_cluster
@@ -291,6 +296,10 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--format", choices=FORMATS, default="text", help="(default: %(default)s)")
     compare.add_argument("--metrics", help="such as accuracy,ece@mnli (default: what the recipe reports)")
     compare.add_argument("--frontier", type=Path, metavar="FILE", help="draw metrics against MMD²: png, svg or pdf")
+
+    report = commands.add_parser("report", help="write one HTML page of results, comparisons and diagnoses")
+    report.set_defaults(handler=_report_page)
+    report_command.add_options(report)
     return parser
 
 

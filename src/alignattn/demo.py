@@ -1,7 +1,7 @@
 """What alignment does, in two minutes and without a download: a small vision transformer on handwritten digits.
 
 Soft attention and the four methods start from the same weights and see the same batches, from several seeds. It is the
-recipe `digits`, run, compared and drawn: what it prints, its result files say.
+recipe `digits`, run, compared, drawn and reported: what it prints, its result files say.
 """
 
 import os
@@ -23,6 +23,7 @@ from alignattn.experiments.tables import text
 from alignattn.experiments.tasks.digits import Digits
 from alignattn.experiments.training import Place, Trained, train
 from alignattn.files import write_whole
+from alignattn.report.build import report
 from alignattn.results import Result
 from alignattn.weights import write_weight
 
@@ -45,7 +46,9 @@ def run(out: Path, *, seeds: int = 5, steps: int | None = None, workers: int | N
     table = text(comparisons)
     write_whole(out / "table.txt", table)
     pictures = _draw(out, recipe.runs(), place, outcome.finished)
-    files = "\n".join(f"  {path}" for path in (out / recipe.name, out / "table.txt", *pictures))
+    page = out / "report.html"
+    write_whole(page, report([out / recipe.name], "Alignment attention: the demo"))
+    files = "\n".join(f"  {path}" for path in (out / recipe.name, out / "table.txt", *pictures, page))
     return "\n".join([table, in_words(comparisons[0]), "", "Left behind:", files])
 
 

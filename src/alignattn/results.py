@@ -156,7 +156,7 @@ def read(path: Path) -> Result:
 def read_all(paths: Iterable[Path]) -> list[Result]:
     """The results in files and, at any depth, in folders; those that cannot be read are named in a warning."""
     results = []
-    for path in _files(paths):
+    for path in files(paths):
         try:
             results.append(read(path))
         except DataError as error:
@@ -164,7 +164,8 @@ def read_all(paths: Iterable[Path]) -> list[Result]:
     return results
 
 
-def _files(paths: Iterable[Path]) -> Iterator[Path]:
+def files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Files as they are named and, of folders, every JSON file at any depth that is not hidden; each once."""
     seen = set()
     for path in paths:
         if not path.exists():

@@ -85,12 +85,7 @@ def compare(results: Iterable[Result], metrics: Sequence[str] | None = None) -> 
     """One table for each group of comparable results; `metrics` are those to show, else what the recipe reports."""
     for one in metrics or ():
         metric(one)  # refuses what is none
-    groups: dict[str, dict[str, _Kind]] = {}
-    for result in sorted(results, key=_age):  # of two that are alike the newer counts
-        kind = groups.setdefault(_group(result), {}).setdefault(_kind(result), _Kind())
-        into, other = (kind.failed, kind.results) if result.failed else (kind.results, kind.failed)
-        into[result.seed] = result
-        other.pop(result.seed, None)
+    groups = _groups(results)
     if not groups:
         raise DataError("There are no results to compare.")
     measured = {name for kinds in groups.values() for kind in kinds.values() for name in kind.measured()}
@@ -98,9 +93,13 @@ def compare(results: Iterable[Result], metrics: Sequence[str] | None = None) -> 
         if measured and one not in measured and one not in DERIVED:
             has = ", ".join([*sorted(measured), *DERIVED])
             raise ConfigError(f"No result has the metric {one!r}. There are: {has}.")
-    names = _names(groups)
-    ordered = sorted(groups, key=lambda group: names[group])
-    return [_compare(names[group], list(groups[group].values()), metrics) for group in ordered]
+    return [_compare(name, kinds, metrics) for name, kinds in _ordered(groups)]
+
+
+def behind(results: Iterable[Result]) -> list[list[list[Result]]]:
+    """The results behind each row of each table that `compare` makes of them, by seed, failed ones last."""
+    tables = (kinds for _, kinds in _ordered(_groups(results)))
+    return [[[*_by_seed(kind.results), *_by_seed(kind.failed)] for kind in kinds] for kinds in tables]
 
 
 def metric(name: str) -> Metric:
@@ -112,8 +111,29 @@ def metric(name: str) -> Metric:
     return replace(found, label=f"{found.label}, {on}") if on else found
 
 
+def _groups(results: Iterable[Result]) -> dict[str, dict[str, _Kind]]:
+    """By what must be equal, then by kind of attention."""
+    groups: dict[str, dict[str, _Kind]] = {}
+    for result in sorted(results, key=_age):  # of two that are alike the newer counts
+        kind = groups.setdefault(_group(result), {}).setdefault(_kind(result), _Kind())
+        into, other = (kind.failed, kind.results) if result.failed else (kind.results, kind.failed)
+        into[result.seed] = result
+        other.pop(result.seed, None)
+    return groups
+
+
+def _ordered(groups: Mapping[str, Mapping[str, _Kind]]) -> list[tuple[str, list[_Kind]]]:
+    """Tables by their names, and their rows in order."""
+    names = _names(groups)
+    tables = sorted(groups, key=lambda group: names[group])
+    return [(names[g], sorted(groups[g].values(), key=lambda kind: _order(kind.any()))) for g in tables]
+
+
+def _by_seed(results: Mapping[int, Result]) -> list[Result]:
+    return [result for _, result in sorted(results.items())]
+
+
 def _compare(name: str, kinds: list[_Kind], wanted: Sequence[str] | None) -> Comparison:
-    kinds = sorted(kinds, key=lambda kind: _order(kind.any()))
     soft = next((kind for kind in kinds if kind.any().method == SOFT), None)
     everything = [result for kind in kinds for result in (*kind.results.values(), *kind.failed.values())]
     newest = max(everything, key=_age)  # says what is shown: a recipe's report may have changed since the first run

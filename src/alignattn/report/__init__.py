@@ -1,0 +1,1 @@
+"""One self-contained page of HTML from result files, comparisons and diagnoses."""

@@ -110,7 +110,6 @@ ALLOWED = {
     "bayesian": {"capture", "config", "matching"},
     "integrations": CORE,
     "diagnostics": CORE | {"bayesian", "metrics"},
-    "attention_maps": {"capture"},
     "models": CORE | {"bayesian"},
     "datasets": set(),
     "attacks": {"datasets", "metrics", "models"},

@@ -33,7 +33,8 @@ def attention(
 
     `queries` and `keys` are the tokens; keys are those of the queries unless given, and both are numbered where neither
     is. One scale of colours serves all panels, by the square root of a weight: from no attention, white, to the largest
-    weight. `alignattn.attention_of` tells the weights of a model. `axes`, one for each panel, are drawn on if given.
+    weight. `alignattn.diagnosis.attention.attention_of` tells the weights of a model. `axes`, one for each panel, are
+    drawn on if given.
     """
     matplotlib_for("attention()")
     from matplotlib.colors import PowerNorm

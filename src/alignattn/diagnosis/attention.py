@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from alignattn.capture import AttentionCall, Tap
+from alignattn.capture import QueryKey, Tap
 from alignattn.capture.feed import feed, in_eval_mode
+from alignattn.capture.querykey import HIDDEN
 from alignattn.errors import ConfigError, NothingCapturedError
 
 
@@ -24,19 +25,13 @@ def attention_of(
     """The attention weights [b, h, n, m] of one attention module on a batch, in eval mode.
 
     With the module's own scale, masks and position biases: what it gathers values by, whichever implementation of
-    attention it runs. `layer` is a number or a name, as in `align(layers=...)`; cross-attention has its place among
-    them. `repeat` tells which call it is where a module runs several times in a pass, as in ALBERT. A query that may
-    see no key has a row of zeros. `call` feeds the batch to the model: by default a mapping as keyword arguments.
-    The model computes what it always does, and is left as it was. Models whose attention can only be watched from
-    outside, such as DeBERTa, are refused.
+    attention it runs; a sink beside the keys is left out. `layer` is a number or a name, as in `align(layers=...)`;
+    cross-attention has its place among them. `repeat` tells which call it is where a module runs several times in a
+    pass, as in ALBERT. A query that may see no key has a row of zeros. `call` feeds the batch to the model: by default
+    a mapping as keyword arguments. The model computes what it always does, and is left as it was.
     """
-    found: list[Tensor] = []
-
-    def look(seen: AttentionCall) -> Tensor:
-        found.append(seen.weights())
-        return seen.proceed()
-
-    tap = Tap(model, attend=look, layers=layer, cross=True)
+    found: list[QueryKey] = []
+    tap = Tap(model, watch=found.append, always=True, attending=True, layers=layer, cross=True)
     try:
         if len(tap.sites) > 1:
             names = ", ".join(site.name for site in tap.sites)
@@ -49,4 +44,13 @@ def attention_of(
         raise NothingCapturedError(f"{tap.sites[0].name} did not run on this batch.")
     if not -len(found) <= repeat < len(found):
         raise ConfigError(f"repeat={repeat}: {tap.sites[0].name} ran {len(found)} times on this batch.")
-    return found[repeat]
+    return weights_of(found[repeat], slice(None))
+
+
+def weights_of(record: QueryKey, rows: slice) -> Float[Tensor, "b h r m"]:
+    """Of these queries, in single precision; zeros where a query may see no key."""
+    assert record.attending is not None
+    logits = record.attending.logits_of(record.query, record.key, rows)
+    seen = logits > HIDDEN  # neither masked nor NaN, which may stand in padding
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+    return weights.masked_fill(~seen, 0.0)

@@ -1,10 +1,12 @@
-"""Draws docs/figures/*.svg from the result files in results/.
+"""Draws docs/figures/*.svg from the result files in results/, and those of one head from results/pictures.
 
 python tools/figures.py
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,20 @@ def drawn() -> "Iterator[tuple[Path, list[Axes]]]":
     yield FIGURES / f"reliability-{SHOWN}.svg", plots.reliability(plots.stored_bins(shown))
 
 
+def of_one_head() -> "Iterator[tuple[Path, list[Axes]]]":
+    """Its keys and queries, and what it attends to, in two checkpoints (tools/head_pictures.py)."""
+    for file in sorted((ROOT / "results" / "pictures").glob("*.json")):
+        told = json.loads(file.read_text())
+        layer = plots.distances.short_names([told["layer"]])[0]
+        titles = {name: f"{name}: MMD² {mmd:.2f}" for name, mmd in told["mmd"].items()}
+        clouds = {titles[name]: (cloud["query"], cloud["key"]) for name, cloud in told["clouds"].items()}
+        yield FIGURES / f"clouds-{file.stem}.svg", plots.clouds(clouds)
+        tokens = told["tokens"]
+        shown = {f"{name}: layer {layer}, head {told['head']}": some[0] for name, some in told["attention"].items()}
+        yield FIGURES / f"attention-{file.stem}.svg", plots.attention(shown, queries=tokens[0])
+        yield FIGURES / f"received-{file.stem}.svg", plots.received(told["attention"], sentences=tokens)
+
+
 def of_several_weights(comparison: Comparison) -> Comparison:
     """Without the kinds that were run with one weight alone: they make no curve, and stand in the table."""
     curves = series(comparison, comparison.metrics[0])
@@ -47,6 +63,6 @@ def in_order(results: list[Result]) -> list[Result]:
 
 
 if __name__ == "__main__":
-    for path, axes in drawn():
+    for path, axes in chain(drawn(), of_one_head()):
         plots.save(axes, path)
         print(f"wrote {path.relative_to(ROOT)}, {path.stat().st_size / 1000:.0f} kB")

@@ -21,6 +21,7 @@ from alignattn.results import Result, read_all
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
+OTHERS = ("bench", "diagnosis", "earlier", "pictures", "plans", "probes")  # folders that hold no runs of recipes
 PAGE = ROOT / "docs" / "results.md"
 EARLIER = ROOT / "docs" / "earlier-results.md"
 FIGURES = ROOT / "docs" / "figures"
@@ -84,7 +85,7 @@ def picture(comparison: Comparison) -> Path:
 def current() -> list[Result]:
     """What was run with today's settings, or with others on purpose; shown is what today's recipes report."""
     folders = [
-        folder for folder in sorted(RESULTS.iterdir()) if folder.name not in ("bench", "earlier", "plans", "probes")
+        folder for folder in sorted(RESULTS.iterdir()) if folder.name not in OTHERS
     ]
     reports = {folder.name: load(folder.name).report for folder in folders}
     return [replace(r, recipe={**r.recipe, "report": reports[r.name]}) for r in read_all(folders)]

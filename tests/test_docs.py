@@ -50,11 +50,14 @@ def test_the_report_of_the_minilm_runs_is_what_their_files_say():
 
 
 def test_committed_results_are_whole_and_name_no_place():
+    from alignattn.diagnosis import result as diagnosis
     from alignattn.results import read_all
 
-    folders = [folder for folder in sorted((ROOT / "results").iterdir()) if folder.name != "bench"]
+    others = {"bench", "diagnosis", "pictures"}
+    folders = [folder for folder in sorted((ROOT / "results").iterdir()) if folder.name not in others]
     files = [file for folder in folders for file in folder.rglob("*.json")]
     assert len(read_all(folders)) == len(files) > 100
+    assert all(diagnosis.read(file).heads for file in (ROOT / "results" / "diagnosis").glob("*.json"))
     for file in (ROOT / "results").rglob("*.json"):
         assert "/tmp" not in file.read_text() and "/home" not in file.read_text() and "/work" not in file.read_text()
 

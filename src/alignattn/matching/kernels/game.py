@@ -6,6 +6,7 @@ takes that, times what a problem counts, through the trunk (highway.py): from th
 to weights.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from alignattn.matching.kernels.highway import (
     PROGRAMS,
     SLOPE,
     SMALL_TILE,
+    apart,
     dense,
+    put_sums,
     shape,
+    size_of,
     store,
     to_highway,
     to_tokens,
@@ -190,13 +194,13 @@ def _backward_tokens(
 
 @triton.jit
 def _backward_weights(
-    x, of_answers, of_problems, w_t, b_t, w_g, b_g, w_1, b_1, w_2,
-    of_t, of_bt, of_g, of_bg, of_1, of_b1, of_2, of_b2, count, length, d, hidden, programs, slope,
+    x, of_answers, of_problems, w_t, b_t, w_g, b_g, w_1, b_1, w_2, sums,
+    count, length, d, hidden, programs, first, places, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     layer = (tl.program_id(0) // programs).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64)
-    e, k = tl.arange(0, WIDTH), tl.arange(0, HIDDEN)
+    place = layer * places + first + tl.program_id(0) % programs
+    k = tl.arange(0, HIDDEN)
     weight = tl.load(w_2 + layer * hidden + k, mask=k < hidden, other=0.0)
     sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
@@ -220,14 +224,12 @@ def _backward_weights(
         sum_bg += tl.sum(of_gate, 0)
         sum_2 += tl.sum(tl.where(answer > 0, answer, slope * answer) * felt[:, None], 0)
         sum_b2 += felt
-    store(of_t, sum_t, place, 0, d, d, WIDTH, WIDTH)
-    store(of_g, sum_g, place, 0, d, d, WIDTH, WIDTH)
-    store(of_1, sum_1, place, 0, d, hidden, WIDTH, HIDDEN)
-    tl.store(of_bt + place * d + e, sum_bt, mask=e < d)
-    tl.store(of_bg + place * d + e, sum_bg, mask=e < d)
-    tl.store(of_b1 + place * hidden + k, sum_b1, mask=k < hidden)
-    tl.store(of_2 + place * hidden + k, sum_2, mask=k < hidden)
-    tl.store(of_b2 + place, tl.sum(sum_b2, 0))
+    # The discriminator ascends.
+    to = sums + place * size
+    put_sums(to, -sum_t, -sum_bt, -sum_g, -sum_bg, -sum_1, -sum_b1, d, hidden, WIDTH, HIDDEN)
+    to += size - hidden - 1
+    tl.store(to + k, -sum_2, mask=k < hidden)
+    tl.store(to + hidden, -tl.sum(sum_b2, 0))
 
 
 class _Game(torch.autograd.Function):
@@ -274,12 +276,8 @@ class _Game(torch.autograd.Function):
                     ctx.products, tokens[side], of_features[side], counts, ctx.shapes[side], weights
                 )
         if any(ctx.needs_input_grad[5:]):
-            found = [
-                _to_weights(ctx.products, tokens[side], of_answers[side], counts, ctx.shapes[side][3], weights)
-                for side in range(2)
-            ]
-            # The discriminator ascends.
-            of_weights = [-(one + other).view(w.shape) for one, other, w in zip(*found, weights, strict=True)]
+            lengths = [whole[3] for whole in ctx.shapes]
+            of_weights = [*_to_weights(ctx.products, tokens, of_answers, counts, lengths, weights)]
         return None, None, None, *of_tokens, *of_weights
 
 
@@ -298,17 +296,25 @@ def _to_tokens(
 
 
 def _to_weights(
-    products: str, tokens: Tensor, of_answers: Tensor, of_problems: Tensor, length: int, weights: Any
+    products: str,
+    tokens: Sequence[Tensor],
+    of_answers: Sequence[Tensor],
+    of_problems: Tensor,
+    lengths: Sequence[int],
+    weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    (layers, count, d), hidden = tokens.shape, weights[4].shape[-1]
-    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, SMALL_TILE))
-    sums = [weight.new_empty(layers, programs, weight[0].numel()) for weight in weights]
-    sizes = count, length, d, hidden, programs, SLOPE
-    launch(
-        _backward_weights, layers * programs, tokens, of_answers, of_problems, *dense(*weights[:7]), *sums, *sizes,
-        **shape(d, hidden, products, rows=SMALL_TILE),
-    )  # fmt: skip
-    return [total.sum(1) for total in sums]
+    """Of queries and keys, added up together."""
+    layers, _, d = tokens[0].shape
+    hidden, size = weights[4].shape[-1], size_of(weights)
+    programs = [min(triton.cdiv(PROGRAMS, layers), triton.cdiv(side.shape[1], SMALL_TILE)) for side in tokens]
+    sums = tokens[0].new_empty(layers, sum(programs), size)
+    for side, count in enumerate(programs):
+        sizes = tokens[side].shape[1], lengths[side], d, hidden, count, side * programs[0], sum(programs), size, SLOPE
+        launch(
+            _backward_weights, layers * count, tokens[side], of_answers[side], of_problems, *dense(*weights[:7]), sums,
+            *sizes, **shape(d, hidden, products, rows=SMALL_TILE),
+        )  # fmt: skip
+    return apart(sums.sum(1), weights)
 
 
 ROUNDING = (64 * torch.finfo(torch.float32).eps) ** 2  # of features that are all one

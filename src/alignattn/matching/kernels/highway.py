@@ -7,6 +7,7 @@ program serves some tokens of one layer. For the weights a few programs a layer 
 write it once: nothing is added atomically, and results are the same each time.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,8 +119,7 @@ def _backward_tokens(
 
 @triton.jit
 def _backward_weights(
-    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_t, of_bt, of_g, of_bg, of_1, of_b1,
-    count, d, hidden, programs, slope,
+    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, sums, count, d, hidden, programs, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     layer = (tl.program_id(0) // programs).to(tl.int64)
@@ -140,13 +140,21 @@ def _backward_weights(
         sum_b1 += tl.sum(of_answer, 0)
         sum_bt += tl.sum(of_transformed, 0)
         sum_bg += tl.sum(of_gate, 0)
-    store(of_t, sum_t, place, 0, d, d, WIDTH, WIDTH)
-    store(of_g, sum_g, place, 0, d, d, WIDTH, WIDTH)
-    store(of_1, sum_1, place, 0, d, hidden, WIDTH, HIDDEN)
+    put_sums(sums + place * size, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH, HIDDEN)
+
+
+@triton.jit
+def put_sums(to, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH: tl.constexpr, HIDDEN: tl.constexpr):
+    """What weights and biases feel, one behind the other."""
     e, k = tl.arange(0, WIDTH), tl.arange(0, HIDDEN)
-    tl.store(of_bt + place * d + e, sum_bt, mask=e < d)
-    tl.store(of_bg + place * d + e, sum_bg, mask=e < d)
-    tl.store(of_b1 + place * hidden + k, sum_b1, mask=k < hidden)
+    store(to, sum_t, 0, 0, d, d, WIDTH, WIDTH)
+    tl.store(to + d * d + e, sum_bt, mask=e < d)
+    to += d * (d + 1)
+    store(to, sum_g, 0, 0, d, d, WIDTH, WIDTH)
+    tl.store(to + d * d + e, sum_bg, mask=e < d)
+    to += d * (d + 1)
+    store(to, sum_1, 0, 0, d, hidden, WIDTH, HIDDEN)
+    tl.store(to + d * hidden + k, sum_b1, mask=k < hidden)
 
 
 class _Features(torch.autograd.Function):
@@ -203,17 +211,25 @@ def backward_weights(products: str, tokens: Tensor, outer: Tensor, *weights: Ten
     layers, count, d = tokens.shape
     hidden = weights[4].shape[-1]
     programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, SMALL_TILE))
-    sums = [weight.new_empty(layers, programs, *weight.shape[1:]) for weight in weights]
-    sizes = count, d, hidden, programs, SLOPE
+    size = size_of(weights)
+    sums = tokens.new_empty(layers, programs, size)
+    sizes = count, d, hidden, programs, size, SLOPE
     launch(
-        _backward_weights,
-        layers * programs,
-        *dense(tokens, outer, *weights),
-        *sums,
-        *sizes,
-        **shape(d, hidden, products),
-    )
-    return [total.sum(1) for total in sums]
+        _backward_weights, layers * programs, *dense(tokens, outer, *weights), sums, *sizes,
+        **shape(d, hidden, products, rows=SMALL_TILE),
+    )  # fmt: skip
+    return apart(sums.sum(1), weights)
+
+
+def size_of(weights: Sequence[Tensor]) -> int:
+    """Numbers in the weights and biases of a layer."""
+    return sum(weight[0].numel() for weight in weights)
+
+
+def apart(total: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Numbers [l, size] that stand one behind the other, as weights and biases."""
+    parts = total.split([weight[0].numel() for weight in weights], 1)
+    return [part.reshape(weight.shape) for part, weight in zip(parts, weights, strict=True)]
 
 
 def dense(*tensors: Tensor) -> list[Tensor]:

@@ -411,6 +411,39 @@ def test_matchings_of_one_point_and_of_nothing(method, monkeypatch):
 
 
 @inside
+def test_transport_of_huge_features_and_of_samples_with_one_empty_side(monkeypatch):
+    from alignattn.functional import conditional_transport
+    from alignattn.matching import kernels
+
+    generator = torch.Generator().manual_seed(0)
+    features = [torch.randn(3, 2, n, 16, generator=generator) for n in (9, 7, 9, 7)]
+    for one, place in ((2, 3), (3, 0)):  # else scores would be huge too, and any rounding a choice
+        features[one][0, 0, :, place] *= 1e-6
+    features[2][0, 0, 0, 0] = features[3][0, 0, 1, 3] = 1e9  # beyond what a navigator's feature counts
+    features[0][1, 1, 2] = 1e30
+    masks = [torch.ones(3, n, dtype=torch.bool) for n in (9, 7)]
+    masks[0][2] = False
+
+    def found():
+        leaves = [t.clone().to(DEVICE).requires_grad_() for t in features]
+        losses = conditional_transport(*leaves, query_mask=masks[0].to(DEVICE), key_mask=masks[1].to(DEVICE))
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), leaves)]
+
+    told = found()
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    for one, other in zip(told, found(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not any(t[2].any() for t in told) and told[3][0, 0, 0, 0] == told[4][0, 0, 1, 3] == 0
+
+
+def test_products_are_as_precise_as_the_tokens_of_both_sides_are_worth():
+    from alignattn.matching.kernels import EXACT, ROUNDED, products_for
+
+    assert products_for(torch.bfloat16, torch.float16) == ROUNDED
+    assert products_for(torch.bfloat16, torch.float32) == products_for(torch.float64, torch.float64) == EXACT
+
+
+@inside
 @pytest.mark.parametrize("method", ["gan", "ct"])
 def test_matchings_are_the_same_each_time(method):
     _, found = matchings(method, 16)

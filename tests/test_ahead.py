@@ -1,9 +1,13 @@
 """Matching beside the forward: when it happens, and that nothing else changes. On a device: test_cuda.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import alignattn
+from alignattn.ahead import Ahead, Plan
+from alignattn.capture import QueryKey
 from test_replay import Recorder, assert_alike, batch, model_of
 
 STEPS = 14
@@ -100,3 +104,63 @@ def test_a_loss_that_comes_otherwise_is_put_together_anew(case):
 
 def _failing(*_):
     raise RuntimeError("half way")
+
+
+def calls(*names, tokens=5, **options):
+    return [
+        QueryKey(torch.randn(2, 3, tokens, 4), torch.randn(2, 3, tokens, 4), name=name, **options) for name in names
+    ]
+
+
+def planned():
+    asked = []
+    ahead = Ahead(lambda number, records, plan: asked.append([record.name for record in records]) or number + 10)
+    ahead.learn(Plan.of(calls("a", "b", "c"), [[0, 1], [2]], [0.2, 0.3, 0.5], 4.0))
+    return ahead, asked
+
+
+def test_a_part_is_matched_when_its_last_call_is_recorded_and_found_by_the_loss():
+    ahead, asked = planned()
+    records = calls("a", "b", "c")
+    for count, expected in ((1, []), (2, [["a", "b"]]), (3, [["a", "b"], ["c"]])):
+        ahead.notice(records[:count])
+        assert asked == expected
+    assert ahead.take(records, [0.2, 0.3, 0.5], 4.0) == {0: 10, 1: 11}
+    assert ahead.take(records, [0.2, 0.3, 0.5], 4.0) == {}  # once
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: calls("a", "x", "c"),
+        lambda: calls("a", "b", "c", tokens=6),
+        lambda: [replace(record, call=1) for record in calls("a", "b", "c")],
+        lambda: calls("a", "b", "c", query_mask=torch.ones(2, 5, dtype=torch.bool)),
+        lambda: calls("a", "b", "c", sample_weight=torch.ones(2)),
+        lambda: [replace(record, query=record.query.requires_grad_()) for record in calls("a", "b", "c")],
+    ],
+)
+def test_calls_of_another_kind_are_not_matched_ahead(other):
+    ahead, asked = planned()
+    records = other()
+    for count in (1, 2, 3):
+        ahead.notice(records[:count])
+    assert not asked and not ahead.expects
+    ahead.begin()
+    ahead.notice(calls("a", "b")[:1])
+    assert ahead.expects
+
+
+def test_what_was_matched_ahead_of_another_loss_is_left():
+    records, shares = calls("a", "b", "c"), [0.2, 0.3, 0.5]
+    for taken in (
+        lambda ahead: ahead.take([replace(records[0]), *records[1:]], shares, 4.0),  # as when weights were put in
+        lambda ahead: ahead.take(records, [0.1, 0.4, 0.5], 4.0),
+        lambda ahead: ahead.take(records, shares, 8.0),
+        lambda ahead: ahead.begin() or ahead.take(records, shares, 4.0),
+        lambda ahead: ahead.learn(None) or ahead.take(records, shares, 4.0),
+    ):
+        ahead, asked = planned()
+        ahead.notice(records[:1])
+        ahead.notice(records[:2])
+        assert asked and taken(ahead) == {}

@@ -20,6 +20,7 @@ COLUMNS = 5  # panels in a row: soft attention and four methods
 WIDEST = 12.2  # inches: five reliability diagrams
 LEGEND = 9  # points
 HANDLE = 0.6  # inches of a legend's entry beside its text
+SHADES = 48  # of a scale's bar: of 50 on matplotlib would make an image of it, which no vector format keeps sharp
 NAMED = "\u2060"  # a word joiner before each label: one that begins with "_" would be left out
 
 
@@ -177,15 +178,18 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
 
 def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: bool, name: str) -> None:
     """The one scale of all panels, to the right of the first row."""
+    from matplotlib.cm import ScalarMappable
+
+    scale = ScalarMappable(image.norm, image.cmap.resampled(SHADES))
     if own:
         box = places[0].get_position(original=True)
         edge = max(axis.get_position(original=True).x1 for axis in places)
         width, height = figure.get_size_inches()
         long = min(box.height, 2.2 / height)
         place = (edge + 0.12 / width, box.y0 + (box.height - long) / 2, 0.1 / width, long)
-        bar = figure.colorbar(image, cax=figure.add_axes(place))
+        bar = figure.colorbar(scale, cax=figure.add_axes(place))
     else:
-        bar = figure.colorbar(image, ax=list(places))
+        bar = figure.colorbar(scale, ax=list(places))
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.set_label(name, fontsize=8)

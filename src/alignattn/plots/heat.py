@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CELL, LARGEST, SMALLEST = 0.21, 4.2, 1.1  # inches: a cell, and the sides of a map
 LABEL = 7  # points
 ROOM = 0.13  # inches that a label needs
-NUMBER, NUMBERED = 5.5, 16  # points of a number in a cell, and rows or columns whose cells have room for one
+NUMBER, NUMBERED = 5, 16  # points of a number in a cell, and rows or columns whose cells have room for one
 GRIDDED = 48  # rows or columns that are kept apart by lines; more would be all lines
 
 

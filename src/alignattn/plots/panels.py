@@ -180,6 +180,7 @@ def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: b
     """The one scale of all panels, to the right of the first row."""
     from matplotlib.cm import ScalarMappable
 
+    bar: Any
     scale = ScalarMappable(image.norm, image.cmap.resampled(SHADES))
     if own:
         box = places[0].get_position(original=True)
@@ -190,6 +191,7 @@ def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: b
         bar = figure.colorbar(scale, cax=figure.add_axes(place))
     else:
         bar = figure.colorbar(scale, ax=list(places))
+    bar.solids.set_edgecolor("face")  # else what is behind shows through where two shades meet
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.set_label(name, fontsize=8)
@@ -197,10 +199,17 @@ def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: b
 
 
 def _ticks(scale: Any) -> list[float]:
-    """Round numbers that keep apart on the scale, whatever it is; those of fewest digits first."""
+    """Round numbers that keep apart on the scale: at equal steps if it is linear, else those of fewest digits first."""
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    highest = float(scale.vmax)
+    if type(scale) is Normalize:
+        ticks = MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(0.0, highest)
+        return [float(tick) for tick in ticks if tick <= highest]
     decades = [10.0**k for k in range(-6, 7)]
-    ticks = [0.0]
+    chosen = [0.0]
     for tick in (digit * decade for digit in (1, 5, 2) for decade in reversed(decades)):
-        if tick <= scale.vmax and all(abs(scale(tick) - scale(other)) >= 0.15 for other in ticks):
-            ticks.append(tick)
-    return sorted(ticks)
+        if tick <= highest and all(abs(scale(tick) - scale(other)) >= 0.15 for other in chosen):
+            chosen.append(tick)
+    return sorted(chosen)

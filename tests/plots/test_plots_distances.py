@@ -74,6 +74,16 @@ def test_pictures_of_their_own_share_a_scale_whose_top_is_told():
         assert bar.get_ylim() == (0, 2)
 
 
+@pytest.mark.parametrize("highest", [0.47, 0.9, 1.0, 3.0, 0.0004, 70.0])
+def test_the_ticks_of_the_scale_are_at_equal_steps_from_zero_almost_to_its_top(highest):
+    (axis,) = plots.distance_map({"soft": {"0": [highest]}})
+    (bar,) = (one for one in axis.figure.axes if one is not axis)
+    ticks = bar.get_yticks()
+    step = ticks[1]
+    np.testing.assert_allclose(ticks, step * np.arange(len(ticks)))
+    assert 3 <= len(ticks) <= 6 and highest - step < ticks[-1] <= highest
+
+
 def test_numbers_stand_in_their_cells_as_long_as_there_is_room():
     table = {"0": [0.123, -0.004, -0.25], "1": [1.234, 12.3, 0.999]}
     (axis,) = plots.distance_map({"soft": table}, numbers=True, noise=0.01)

@@ -5,7 +5,7 @@ import hashlib
 import html.parser
 import json
 import re
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from made_results import diagnosis, result
@@ -159,7 +159,7 @@ def test_heads_within_noise_are_marked_in_the_table_and_on_the_map(tmp_path):
     head, *rows = Tables(page).found["d: every head"]
     assert [row[head.index("against noise")] for row in rows] == ["beyond", "within", "within", "below", "–"]
     (picture,) = re.findall(r'<svg [^>]*aria-label="MMD² of d .*?</svg>', page)
-    dots = [use for group in ElementTree.fromstring(picture).iter() for use in group if "#010101" in _fills(group, use)]
+    dots = [use for group in ET.fromstring(picture).iter() for use in group if "#010101" in _fills(group, use)]
     assert [use.tag for use in dots if use.tag == "use"] == ["use"] * 3  # two heads, and the legend
     assert ">within noise</text>" in picture
 

@@ -46,6 +46,8 @@ def with_head(**values):
         (changed(colour="red"), "it has unknown fields: colour"),
         (changed(name=3), "it has 3 for 'name'"),
         (changed(heads=[7]), "its head 0 is 7"),
+        (changed(heads=[]), "it has no heads"),
+        (changed(words=["so", 7]), "it has 7 among its words"),
         (with_head(mmd="much"), "its head 0 has 'much' for 'mmd'"),
         (with_head(samples=True), "its head 0 has True for 'samples'"),
         (with_head(noise=[1]), r"its head 0 has \[1\] for 'noise', which is no interval"),
@@ -74,6 +76,11 @@ def test_a_difference_is_beyond_noise_above_it_and_not_below():
     assert head(mmd=0.02).beyond_noise
     assert not head(mmd=0.01).beyond_noise and not head(mmd=-0.5).beyond_noise
     assert not head(mmd=0.01 + 1e-7).beyond_noise  # a rounding
+
+
+def test_within_noise_is_neither_beyond_it_nor_below():
+    assert [head(mmd=mmd).within_noise for mmd in (-0.02, -0.01, 0.0, 0.01, 0.02)] == [False, True, True, True, False]
+    assert head(mmd=0.01 + 1e-7).within_noise and not head(mmd=math.nan).within_noise
 
 
 def test_the_share_of_means_is_that_of_the_distance_of_two_gaussians():

@@ -104,6 +104,12 @@ def test_errors_that_are_not_known_leave_a_change_open():
     assert compare_diagnoses(one, diagnosis(head(mmd=0.9))).heads[0].verdict == "cannot tell"
 
 
+def test_sums_are_over_the_heads_that_both_could_measure():
+    before = diagnosis(head(0, mmd=0.5), head(1, mmd=0.25), head(2, mmd=math.nan), name="a")
+    after = diagnosis(head(0, mmd=0.125), head(1, mmd=math.nan), head(2, mmd=1.0), name="b")
+    assert "MMD², summed over heads and layers: 0.500 in a, 0.125 in b." in compare_diagnoses(before, after).words
+
+
 def test_heads_that_one_of_them_has_not_are_named():
     with pytest.raises(DataError, match=r"tuned has head 5 of encoder\.0, and plain has not"):
         compare_diagnoses(diagnosis(head(), name="plain"), diagnosis(head(), head(5), name="tuned"))
@@ -119,6 +125,19 @@ def test_a_layer_has_the_means_of_its_heads():
     line = dict(zip(table[0], table[1], strict=True))
     assert (line["heads"], line["MMD²"], line["beyond noise"], line["entropy"]) == ("2", "0.2000", "2", "0.50")
     assert table[2][3] == "0"
+
+
+def test_what_could_not_be_measured_is_in_no_mean_and_comes_last():
+    unknown = {"mmd": math.nan, "auc": math.nan}
+    one = diagnosis(head(0, **unknown), head(1, mmd=0.1, auc=0.8), head(2, **unknown), head(3, mmd=0.3, auc=0.9))
+    for told, column in ((one, "MMD²"), (compare_diagnoses(one, one), "MMD² before")):
+        titles, line = layer_table(told)
+        assert line[titles.index(column)] == "0.2000" and "0.85" in line
+    order = diagnosis(*(head(i, mmd=math.nan if i % 2 else i / 100) for i in range(22)))
+    assert [row[1] for row in head_table(order)[1:]] == [str(i) for i in range(20, 0, -2)]
+    none = diagnosis(*(head(i, mmd=0.0) for i in range(22)))
+    shown = [row[1] for row in head_table(compare_diagnoses(none, order))[1:]]
+    assert shown == [str(i) for i in range(20, 0, -2)]
 
 
 def test_the_heads_that_differ_most_come_first_and_all_in_their_order():

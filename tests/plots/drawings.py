@@ -1,6 +1,7 @@
 """A small picture of each kind, drawn of titles alone, and titles that are no easy ones."""
 
 import numpy as np
+from matplotlib.collections import PathCollection, QuadMesh
 
 from alignattn import plots
 
@@ -31,6 +32,18 @@ def weights(n: int, m: int, seed: int = 0) -> np.ndarray:
     """Rows of positive numbers that sum to one."""
     positive = np.exp(gaussian(n, m, seed=seed))
     return positive / positive.sum(1, keepdims=True)
+
+
+def map_of(axis):
+    """What the cells of a map are drawn as: a mesh, or an image where they are many."""
+    (drawn,) = [*axis.images, *(one for one in axis.collections if isinstance(one, QuadMesh))]
+    return drawn
+
+
+def marks_of(axis):
+    """The places of the dots in a map: (head, layer)."""
+    (dots,) = [one for one in axis.collections if isinstance(one, PathCollection)]
+    return {tuple(place) for place in dots.get_offsets().tolist()}
 
 
 def _frontier(titles, **rest):

@@ -11,7 +11,7 @@ from alignattn.errors import ConfigError, NonFiniteError, ShapeError
 pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")
 
 import numpy as np
-from drawings import weights
+from drawings import map_of, weights
 from matplotlib import colormaps
 
 SENTENCE = ["[CLS]", "a", "film", "[SEP]"]
@@ -24,8 +24,7 @@ def labels(axis, which: str) -> list[str]:
 def test_rows_are_queries_and_columns_keys_counted_from_the_upper_left():
     matrix = np.arange(6.0).reshape(2, 3) / 10
     (axis,) = plots.attention({"soft": matrix}, queries=["up", "low"], keys=["left", "mid", "right"])
-    (image,) = axis.images
-    np.testing.assert_array_equal(image.get_array(), matrix)
+    np.testing.assert_array_equal(map_of(axis).get_array(), matrix)
     assert labels(axis, "y") == ["up", "low"] and labels(axis, "x") == ["left", "mid", "right"]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("keys", "queries")
     place = axis.transData.transform
@@ -37,7 +36,7 @@ def test_rows_are_queries_and_columns_keys_counted_from_the_upper_left():
 
 def test_all_panels_have_one_scale_by_the_square_root_of_the_largest_weight():
     axes = plots.attention({"soft": [[0.64, 0.16]], "aligned": [[0.01, 0.0]]})
-    first, second = (axis.images[0] for axis in axes)
+    first, second = map(map_of, axes)
     blues = colormaps["Blues"]
     # roots as shares of the largest: 1, 1/2, 1/8, 0
     for image, shares in ((first, [1.0, 0.5]), (second, [0.125, 0.0])):
@@ -95,7 +94,7 @@ def test_labels_keep_apart_however_many_tokens_there_are(count):
 def test_tensors_of_a_graph_are_drawn():
     matrix = torch.rand(2, 2, requires_grad=True)
     (axis,) = plots.attention({"soft": matrix * 1})
-    np.testing.assert_allclose(axis.images[0].get_array(), matrix.detach())
+    np.testing.assert_allclose(map_of(axis).get_array(), matrix.detach())
 
 
 @pytest.mark.parametrize(

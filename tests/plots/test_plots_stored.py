@@ -6,11 +6,15 @@ import pytest
 
 from alignattn import plots
 from alignattn.errors import DataError
+from alignattn.metrics import reliability_bins
+from alignattn.plots.stored import pooled_bins
 from alignattn.results import Result
 
 pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")
 
 import numpy as np
+import torch
+from drawings import map_of
 
 EDGES = [0, 0.5, 1]
 
@@ -63,7 +67,7 @@ def test_distances_are_means_over_seeds():
     found = plots.stored_distances(runs)
     assert found == {"soft": {"0": [2.0, 3.0], "1": [0.0, 0.5]}}
     (axis,) = plots.distance_map(found)
-    np.testing.assert_array_equal(axis.images[0].get_array(), [[2, 3], [0, 0.5]])
+    np.testing.assert_array_equal(map_of(axis).get_array(), [[2, 3], [0, 0.5]])
 
 
 def test_bins_hold_the_samples_of_all_seeds():
@@ -83,6 +87,29 @@ def test_bins_hold_the_samples_of_all_seeds():
     assert bins["accuracy"] == [pytest.approx(nan, nan_ok=True), pytest.approx(0.8)]
     (axis,) = plots.reliability({"soft": bins})
     assert axis.get_title() == "soft\nECE 15.00 %  (n = 40)"
+
+
+def test_pooled_bins_are_those_of_all_samples_together():
+    generator = torch.Generator().manual_seed(0)
+    seeds = []
+    for _ in range(3):
+        probabilities = (3 * torch.randn(200, 3, generator=generator)).softmax(-1)
+        seeds.append((probabilities, torch.randint(3, (200,), generator=generator)))
+    one_by_one = [{k: v.tolist() for k, v in vars(reliability_bins(p, y, bins=5)).items()} for p, y in seeds]
+    together = vars(reliability_bins(torch.cat([p for p, _ in seeds]), torch.cat([y for _, y in seeds]), bins=5))
+    found = pooled_bins(one_by_one, "soft")
+    for name, expected in together.items():
+        np.testing.assert_allclose(found[name], expected.tolist(), rtol=1e-5)
+
+
+def test_curves_have_the_steps_where_all_runs_have_a_number():
+    nan = float("nan")
+    runs = [
+        result("ot", 0, 0.1, curve=[[1, 1.0, 0.1], [2, 2.0, 0.2], [3, nan, 0.3], [4, 4.0, 0.4], [6, 9.0, nan]]),
+        result("ot", 1, 0.1, curve=[[1, 3.0, 0.5], [2, 6.0, 0.6], [3, 7.0, 0.7], [5, 8.0, 0.8], [6, 9.0, 0.9]]),
+    ]
+    expected = {"step": [1, 2], "task_loss": [[1.0, 2.0], [3.0, 6.0]], "alignment_loss": [[0.1, 0.2], [0.5, 0.6]]}
+    assert plots.stored_curves(runs) == {"ot 0.1": expected}
 
 
 def test_other_data_are_asked_for_by_name():

@@ -71,6 +71,7 @@ def diagnosis(name: str = "before", **changes: Any) -> dict[str, Any]:
             "entropy": 1.5,
             "auc": 0.9,
             "auc_interval": [0.85, 0.95],
+            "mmd_error": 0.01,
         }
         for layer in range(3)
         for head in range(4)

@@ -4,22 +4,18 @@ import base64
 import hashlib
 import html.parser
 import json
-import math
 import re
+from xml.etree import ElementTree as ET
 
-import numpy as np
 import pytest
-import torch
 from made_results import diagnosis, result
 
 from alignattn import cli
 from alignattn.errors import AlignmentWarning, DataError
 from alignattn.experiments.compare import compare
 from alignattn.experiments.tables import as_json, differences, summary
-from alignattn.metrics import reliability_bins
-from alignattn.report import pictures
 from alignattn.report.build import report
-from alignattn.report.comparison import representative
+from alignattn.report.comparison import of_several_weights, representative
 from alignattn.results import read_all, write
 
 pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")
@@ -109,11 +105,63 @@ def test_every_head_of_a_diagnosis_is_told(page):
         heads = diagnosis(name)["heads"]
         assert [row[:2] for row in rows] == [[h["layer"], str(h["head"])] for h in heads]
         assert [row[head.index("MMD²")] for row in rows] == [f"{h['mmd']:.4f}" for h in heads]
-        assert {row[head.index("noise")] for row in rows} == {"−0.0020 to 0.0030"}
-    head, *rows = found["Diagnoses: every head beside each other"]
-    assert head == ["layer", "head", "MMD², after", "MMD², before", "AUC, after", "AUC, before"]
-    for column, name in ((2, "after"), (3, "before")):
-        assert [row[column] for row in rows] == [f"{h['mmd']:.4f}" for h in diagnosis(name)["heads"]]
+        assert {row[head.index("noise, 95 %")] for row in rows} == {"−0.0020 to 0.0030"}
+
+
+def test_two_diagnoses_are_compared_head_by_head(tmp_path):
+    """after - before, 0.4 - 0.1 and so on, ± 1.96 √(0.01² + 0.01²) = 0.0277."""
+    mmds = {"before": [0.1, 0.5, 0.2, 0.3], "after": [0.4, 0.1, 0.21, "NaN"]}
+    paths = []
+    for name, values in mmds.items():
+        heads = [head | {"mmd": mmd} for head, mmd in zip(diagnosis()["heads"], values, strict=False)]
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(diagnosis(name, heads=heads)))
+    page = report(paths)
+    head, *rows = Tables(page).found["Diagnoses: every head beside each other"]
+    names = ["MMD², before", "MMD², after", "change", "95 %", "verdict", "AUC, before", "AUC, after"]
+    assert head == ["layer", "head", *names]
+    assert [row[2:7] for row in rows] == [
+        ["0.1000", "0.4000", "0.3000", "0.2723 to 0.3277", "farther"],
+        ["0.5000", "0.1000", "−0.4000", "−0.4277 to −0.3723", "closer"],
+        ["0.2000", "0.2100", "0.0100", "−0.0177 to 0.0377", "cannot tell"],
+        ["0.3000", "–", "–", "–", "cannot tell"],
+    ]
+    assert "closer in 1 of 4 heads and farther apart in 1" in page
+    assert "A change is that from before to after" in page
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_diagnoses_of_other_layers_or_more_than_two_stand_beside_each_other_without_a_verdict(count, tmp_path):
+    for number in range(count):
+        heads = [one | {"layer": f"layer.{number}"} for one in diagnosis()["heads"][:2]] if number < 2 else None
+        found = diagnosis(f"d{number}") | ({"heads": heads} if heads else {})
+        (tmp_path / f"{number}.json").write_text(json.dumps(found))
+    head, first, *rows = Tables(report([tmp_path])).found["Diagnoses: every head beside each other"]
+    titles = [f"{measure}, d{number}" for measure in ("MMD²", "AUC") for number in range(count)]
+    assert head == ["layer", "head", *titles]
+    assert first[2] == f"{diagnosis()['heads'][0]['mmd']:.4f}" and first[3] == "–"
+    assert len(rows) + 1 == 4 + (12 if count == 3 else 0)
+
+
+def _fills(group, inside):
+    """The colour of an element, its own or its group's."""
+    return [one.get("fill") for one in (group, inside)]
+
+
+def test_heads_within_noise_are_marked_in_the_table_and_on_the_map(tmp_path):
+    mmds = [0.5, 0.003, -0.002, -0.1, "NaN"]  # the noise: -0.002 to 0.003
+    heads = [
+        head | {"mmd": mmd, "layer": "a", "head": i}
+        for i, (head, mmd) in enumerate(zip(diagnosis()["heads"], mmds, strict=False))
+    ]
+    (tmp_path / "d.json").write_text(json.dumps(diagnosis("d", heads=heads)))
+    page = report([tmp_path])
+    head, *rows = Tables(page).found["d: every head"]
+    assert [row[head.index("against noise")] for row in rows] == ["beyond", "within", "within", "below", "–"]
+    (picture,) = re.findall(r'<svg [^>]*aria-label="MMD² of d .*?</svg>', page)
+    dots = [use for group in ET.fromstring(picture).iter() for use in group if "#010101" in _fills(group, use)]
+    assert [use.tag for use in dots if use.tag == "use"] == ["use"] * 3  # two heads, and the legend
+    assert ">within noise</text>" in picture
 
 
 def test_equal_files_give_equal_bytes_wherever_they_lie(runs, page, tmp_path):
@@ -162,30 +210,6 @@ def test_malformed_details_cost_a_picture_and_no_table(tmp_path):
     assert page.count("cannot be drawn") == 3
 
 
-def test_pooled_bins_are_those_of_all_samples_together():
-    generator = torch.Generator().manual_seed(0)
-    seeds = []
-    for _ in range(3):
-        probabilities = (3 * torch.randn(200, 3, generator=generator)).softmax(-1)
-        seeds.append((probabilities, torch.randint(3, (200,), generator=generator)))
-    one_by_one = [{k: v.tolist() for k, v in vars(reliability_bins(p, y, bins=5)).items()} for p, y in seeds]
-    together = vars(reliability_bins(torch.cat([p for p, _ in seeds]), torch.cat([y for _, y in seeds]), bins=5))
-    found = pictures.pooled(one_by_one)
-    for name, expected in together.items():
-        np.testing.assert_allclose(found[name], expected.tolist(), rtol=1e-5)
-
-
-def test_courses_are_averaged_where_all_seeds_are_finite():
-    first = ([1, 2, 3, 4], [1.0, 2.0, math.nan, 4.0])
-    second = ([1, 2, 3, 5], [3.0, 6.0, 7.0, 8.0])
-    assert pictures.mean_course([first, second]) == ([1.0, 2.0], [2.0, 4.0])
-
-
-def test_a_map_is_averaged_head_by_head():
-    maps = [{"a": [1.0, 2.0], "b": [3.0]}, {"a": [3.0, 6.0], "b": [5.0]}]
-    assert pictures.mean_map(maps) == {"a": [2.0, 4.0], "b": [4.0]}
-
-
 def test_of_many_kinds_each_method_shows_the_one_with_most_seeds():
     many = [result("soft", s) for s in range(3)]
     for weight, seeds in ((0.1, 2), (0.2, 3), (0.3, 1), (0.4, 3), (0.5, 1), (0.6, 1)):
@@ -216,8 +240,9 @@ def test_the_command_writes_a_page(runs, tmp_path, capsys):
         ("newer-d.json", json.dumps(diagnosis(schema=2)), r"its schema is 2 and this alignattn reads up to 1: install"),
         ("no-d.json", json.dumps(diagnosis(schema="x")), r"its schema is 'x', which is no version"),
         ("heads.json", json.dumps(diagnosis(heads=[])), r"it has no heads"),
-        ("lacks.json", json.dumps({"kind": "diagnosis", "schema": 1, "name": "x"}), r"it lacks 'heads', 'words'"),
-        ("text.json", json.dumps(diagnosis(heads=[{"layer": "a", "head": 0, "mmd": "far"}])), r"'far' for 'mmd'"),
+        ("lacks.json", json.dumps({"kind": "diagnosis", "schema": 1, "name": "x"}), r"it lacks 'heads'"),
+        ("words.json", json.dumps(diagnosis(words=[1])), r"it has 1 among its words"),
+        ("text.json", json.dumps(diagnosis(heads=[diagnosis()["heads"][0] | {"mmd": "far"}])), r"'far' for 'mmd'"),
         (
             "cells.json",
             json.dumps([{"name": "a", "metrics": ["accuracy"], "rows": [{}]}]),
@@ -251,8 +276,34 @@ def test_a_folder_is_no_place_to_write_to(runs, capsys):
 
 
 def test_numbers_that_are_none_are_told_as_missing(tmp_path):
-    head = {"layer": "a", "head": 0, "mmd": "NaN", "auc": None, "noise": [None, 1], "entropy": "Infinity"}
-    (tmp_path / "d.json").write_text(json.dumps(diagnosis("d", heads=[head, {"layer": "a", "head": 1, "mmd": 0.5}])))
+    strange = {"mmd": "NaN", "auc": "NaN", "noise": ["NaN", "NaN"], "entropy": "Infinity"}
+    first, second, *_ = diagnosis()["heads"]
+    (tmp_path / "d.json").write_text(json.dumps(diagnosis("d", heads=[first | strange, second])))
     head, first, _ = Tables(report([tmp_path])).found["d: every head"]
     told = dict(zip(head, first, strict=True))
-    assert (told["MMD²"], told["AUC"], told["noise"], told["entropy"]) == ("–", "–", "–", "∞")
+    assert (told["MMD²"], told["AUC"], told["noise, 95 %"], told["entropy"]) == ("–", "–", "–", "∞")
+
+
+def test_where_no_head_could_be_measured_there_is_no_map(tmp_path):
+    heads = [head | {"mmd": "NaN", "noise": ["NaN", "NaN"]} for head in diagnosis()["heads"]]
+    (tmp_path / "d.json").write_text(json.dumps(diagnosis("d", heads=heads)))
+    page = report([tmp_path])
+    assert "<svg" not in page and len(Tables(page).found["d: every head"]) == 13
+
+
+def test_a_frontier_of_many_kinds_leaves_out_those_of_one_weight():
+    def aligned(weight, **options):
+        return [
+            result("ot", s, weight=weight, alignment={"method": "ot", "weight": weight, **options}) for s in range(2)
+        ]
+
+    soft = [result("soft", s) for s in range(2)]
+    curve = aligned(0.1) + aligned(0.2)
+    (few,) = compare(soft + curve + aligned(0.1, epsilon=0.5))
+    assert of_several_weights(few) is few
+    singles = [run for i in range(9) for run in aligned(0.1, epsilon=0.2 + 0.1 * i)]
+    (many,) = compare(soft + curve + singles)
+    assert len(many.rows) == 12
+    assert [row.label for row in of_several_weights(many).rows] == ["soft", "ot 0.1", "ot 0.2"]
+    (alone,) = compare(soft + singles)
+    assert of_several_weights(alone) is alone

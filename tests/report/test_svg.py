@@ -58,6 +58,19 @@ def test_ink_follows_the_text_and_paper_the_background():
     assert "currentColor" in text and "paper-fill" in text and "#0072b2" in text
 
 
+def test_what_lies_behind_is_shaded_by_the_scheme_and_data_keep_their_colours():
+    def both() -> Figure:
+        figure = Figure()
+        axis = figure.subplots()
+        axis.plot([1, 2], [1, 2], color="#DDDDDD")
+        axis.text(1, 1, "in a cell", color="#010101", bbox={"facecolor": "#fff5eb"})
+        return figure
+
+    text = svg.inline(both, "a", "s")
+    assert "shade-stroke" in text and "#dddddd" not in text
+    assert "#010101" in text and "#fff5eb" in text
+
+
 def test_lengths_are_those_of_the_figure():
     text = svg.inline(drawn, "a", "s")  # 3 × 2 inches of 72 points, or of 96 pixels
     assert 'viewBox="0 0 216 144" width="288" height="192"' in text

@@ -43,6 +43,11 @@ class HeadDiagnosis:
         return self.mmd > self.noise[1] + ROUNDING
 
     @property
+    def within_noise(self) -> bool:
+        """Whether chance alone gives as much: neither beyond its interval nor below it, where keys have met queries."""
+        return self.noise[0] - ROUNDING <= self.mmd <= self.noise[1] + ROUNDING
+
+    @property
     def share_of_means(self) -> float:
         """Of the distance, to first order that of two Gaussians, what a shift of all keys would remove."""
         if not self.mean_distance:
@@ -83,6 +88,10 @@ class Diagnosis:
             raise ValueError(f"its schema is {schema} and this alignattn reads up to {SCHEMA}: install a newer one")
         del values["kind"]
         _check(values, _KINDS, "it")
+        if not values["heads"]:
+            raise ValueError("it has no heads")
+        if strangers := [word for word in values["words"] if not isinstance(word, str)]:
+            raise ValueError(f"it has {strangers[0]!r} among its words")
         values["heads"] = [_head(i, head) for i, head in enumerate(values["heads"])]
         return cls(**values)
 

@@ -65,7 +65,8 @@ def compare_diagnoses(before: Diagnosis, after: Diagnosis) -> SideBySide:
 
 def _words(before: Diagnosis, after: Diagnosis, heads: Sequence[HeadChange]) -> list[str]:
     verdicts = [head.verdict for head in heads]
-    totals = [sum(head.mmd for head in diagnosis.heads) for diagnosis in (before, after)]
+    measured = [head for head in heads if not math.isnan(head.mmd)]  # in both
+    totals = [sum(head.before.mmd for head in measured), sum(head.after.mmd for head in measured)]
     found = []
     if any((h.before.samples, h.before.tokens) != (h.after.samples, h.after.tokens) for h in heads):
         found.append("They were measured on different samples: part of the difference may be theirs.")

@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -58,13 +59,13 @@ FORMATS: Mapping[str, Callable[[Told, bool], str]] = {  # the second: whether ta
 
 
 def layer_table(told: Told) -> Table:
-    """A line a layer: means over its heads."""
+    """A line a layer: means over those of its heads that could be measured."""
     if isinstance(told, Diagnosis):
         rows = [["layer", "heads", "MMD²", "beyond noise", "means", "covariances", "|q|", "|k|", "entropy", "AUC"]]
         for layer, heads in _by_layer(told.heads).items():
             names = ("mean_distance", "covariance_distance", "query_norm", "key_norm", "entropy", "auc")
-            first = [number(fmean(h.mmd for h in heads)), str(sum(h.beyond_noise for h in heads))]
-            figures = [number(fmean(getattr(h, name) for h in heads), 2) for name in names]
+            first = [number(_mean(h.mmd for h in heads)), str(sum(h.beyond_noise for h in heads))]
+            figures = [number(_mean(getattr(h, name) for h in heads), 2) for name in names]
             rows.append([layer, str(len(heads)), *first, *figures])
         return rows
     rows = [["layer", "heads", "MMD² before", "after", "closer", "farther", "AUC before", "after", "entropy before"]]
@@ -82,10 +83,12 @@ def head_table(told: Told, *, every_head: bool = False) -> Table:
     """Those that differ, or have changed, most; or all in their order."""
     if isinstance(told, Diagnosis):
         columns = ["layer", "head", "MMD²", "noise", "p", "means", "covariances", "|q|", "|k|", "entropy", "AUC"]
-        heads = told.heads if every_head else sorted(told.heads, key=lambda head: -head.mmd)[:SHOWN]
+        heads = told.heads if every_head else sorted(told.heads, key=lambda head: _largest_first(head.mmd))[:SHOWN]
         return [[*columns, "95 %"], *map(_line, heads)]
     columns = ["layer", "head", "MMD² before", "after", "change", "95 %", "verdict", "AUC before", "after"]
-    changes = told.heads if every_head else sorted(told.heads, key=lambda change: -abs(change.mmd))[:SHOWN]
+    changes = (
+        told.heads if every_head else sorted(told.heads, key=lambda change: _largest_first(abs(change.mmd)))[:SHOWN]
+    )
     return [columns, *map(_change_line, changes)]
 
 
@@ -102,7 +105,17 @@ def _change_line(change: HeadChange) -> list[str]:
 
 
 def _means(pairs: Sequence[Mapping[str, list[HeadDiagnosis]]], layer: str, name: str, digits: int) -> list[str]:
-    return [number(fmean(getattr(head, name) for head in heads[layer]), digits) for heads in pairs]
+    return [number(_mean(getattr(head, name) for head in heads[layer]), digits) for heads in pairs]
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return fmean(known) if known else math.nan
+
+
+def _largest_first(value: float) -> float:
+    """What to sort by; what could not be measured comes last."""
+    return math.inf if math.isnan(value) else -value
 
 
 def _by_layer(heads: Sequence[HeadDiagnosis]) -> dict[str, list[HeadDiagnosis]]:

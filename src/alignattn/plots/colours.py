@@ -7,6 +7,8 @@ GREY, LIGHT, DARK = "#999999", "#DDDDDD", "#404040"
 # A kind of attention has one colour in every picture; keys, queries and bars of one kind are blue and orange.
 KINDS = {"soft": DARK, "gan": VERMILION, "ot": BLUE, "ct": GREEN, "mmd": PURPLE}
 OTHERS = (ORANGE, SKY, BLUE, GREEN, VERMILION, PURPLE)
+# Upon a colour of a map. Not black and white, which are a page's ink and paper and change places in a dark scheme.
+ON_PALE, ON_DEEP = "#010101", "#FEFEFE"
 WEIGHTS, DISTANCES = "Blues", "Oranges"  # from white: the paper's own, where there is nothing
 
 

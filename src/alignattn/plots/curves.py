@@ -16,6 +16,7 @@ STEPS = "step"
 NAMES = {
     "task_loss": "loss of the task",
     "alignment_loss": "loss of the alignment, weighted",
+    "alignment_mmd": "MMD², mean of a head",
 }
 LINES = ("-", "--", ":", "-.")
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from alignattn.errors import ConfigError, ShapeError
-from alignattn.plots.colours import DARK, DISTANCES
-from alignattn.plots.heat import draw_map, label_columns, label_rows, room_for, side
+from alignattn.errors import ConfigError, NonFiniteError, ShapeError
+from alignattn.plots.colours import DISTANCES, ON_DEEP, ON_PALE
+from alignattn.plots.heat import draw_map, label_columns, label_rows, room_for, side, write_numbers
 from alignattn.plots.panels import (
+    array,
     checked,
     colour_bar,
     entitle,
@@ -23,25 +24,31 @@ if TYPE_CHECKING:
 
     from alignattn.plots.panels import Array, Given
 LABELS = ("within noise",)
+ASIDE = 0.33  # of a cell: to its upper right
 
 
 def distance_map(
     panels: Mapping[str, Mapping[str, Any]],
     *,
     noise: float | Mapping[str, Mapping[str, Any]] | None = None,
+    highest: float | None = None,
+    numbers: bool = False,
     axes: "Given" = None,
 ) -> "list[Axes]":
     """Draw MMD² by layer and head, a panel for each title: {title: {layer: one value a head}}, all of the same layers.
 
     That is what `alignattn.diagnostics.discrepancy` returns and a result file holds. One scale of colours serves all
-    panels, from zero, white: an unbiased estimate may lie a little below, and is drawn as zero. `noise`, one number or
-    the same mapping again, marks the heads whose keys and queries cannot be told apart: |MMD²| <= noise. Layers with
-    fewer heads than others leave cells empty. Titles tell the sum. `axes`, one for each panel, are drawn on if given.
+    panels, from zero, white: an unbiased estimate may lie a little below, and is drawn as zero. `highest` is the top of
+    the scale, for pictures that are to share one; the largest distance if not given. `noise`, one number or the same
+    mapping again, marks the heads whose keys and queries cannot be told apart: |MMD²| <= noise. `numbers` writes
+    distances into the cells that have room. NaN, of a head that could not be measured, leaves its cell empty, and so do
+    layers with fewer heads than others. Titles tell the sum. `axes`, one for each panel, are drawn on if given.
     """
     matplotlib_for("distance_map()")
+    import numpy as np
     from matplotlib.colors import Normalize
 
-    tables = {title: _table(title, rows) for title, rows in checked(panels, "distance_map()", "distances").items()}
+    tables = _tables(checked(panels, "distance_map()", "distances"))
     layers = _common_layers(tables)
     heads = max(len(row) for table in tables.values() for row in table.values())
     names = short_names(layers)
@@ -57,19 +64,20 @@ def distance_map(
         right=0.75,
         labels=LABELS if limits else (),
     )
-    highest = max(float(row.max()) for table in tables.values() for row in table.values())
-    scale = Normalize(0.0, highest if highest > 0 else 1.0)
+    scale = Normalize(0.0, _top(highest, tables))
     for axis, (title, table) in zip(drawn, tables.items(), strict=True):
         values = _filled(table, heads)
         image = draw_map(axis, values, colours=DISTANCES, scale=scale)
         if limits is not None:
-            _mark(axis, values, _filled(limits[title], heads))
+            _mark(axis, values, _filled(limits[title], heads), aside=numbers)
+        if numbers:
+            write_numbers(axis, values, image)
         label_columns(axis, [str(head) for head in range(heads)], rotation=0)
         axis.set_xlabel("head", fontsize=8)
         label_rows(axis, names if is_leftmost(axis, drawn) else None)
         if is_leftmost(axis, drawn):
             axis.set_ylabel("layer", fontsize=8)
-        entitle(axis, title, f"sum {sum(float(row.sum()) for row in table.values()):.3g}")
+        entitle(axis, title, f"sum {np.nansum(values):.3g}")
     colour_bar(figure, drawn, image, own=axes is None, name="MMD²")
     if limits is not None:
         explain(figure, drawn, LABELS, own=axes is None)
@@ -87,11 +95,14 @@ def short_names(layers: Sequence[str]) -> list[str]:
     return [".".join(one[first : len(one) - last + 1]) for one in parts]
 
 
-def _mark(axis: "Axes", values: "Array", limits: "Array") -> None:
+def _mark(axis: "Axes", values: "Array", limits: "Array", *, aside: bool) -> None:
+    """A dot in the middle of a cell, or in its corner where a number stands in the middle; a rim keeps it in sight."""
     import numpy as np
 
     layer, head = np.nonzero(abs(values) <= limits)
-    axis.scatter(head, layer, 7, marker="o", color=DARK, linewidths=0, label=label(*LABELS))
+    style: dict[str, Any] = {"marker": "o", "facecolor": ON_PALE, "edgecolor": ON_DEEP, "linewidths": 0.5}
+    shift = ASIDE if aside else 0.0
+    axis.scatter(head + shift, layer - shift, 4 if aside else 9, label=label(*LABELS), zorder=3, **style)
 
 
 def _filled(table: "Mapping[str, Array]", heads: int) -> "Array":
@@ -103,16 +114,44 @@ def _filled(table: "Mapping[str, Array]", heads: int) -> "Array":
     return values
 
 
-def _table(title: str, rows: Any) -> "dict[str, Array]":
+def _tables(panels: Mapping[str, Any]) -> "dict[str, dict[str, Array]]":
+    import numpy as np
+
+    tables = {title: _table(f"distances of {title!r}", rows) for title, rows in panels.items()}
+    for title, table in tables.items():
+        if all(np.isnan(row).all() for row in table.values()):
+            raise NonFiniteError(
+                f"The distances of {title!r} are all NaN. No sample had two valid tokens on both sides, or the model "
+                "diverged."
+            )
+    return tables
+
+
+def _table(what: str, rows: Any) -> "dict[str, Array]":
+    import numpy as np
+
     if not isinstance(rows, Mapping) or not rows:
-        raise ConfigError(f"Distances of {title!r} must be a mapping {{layer: one value a head}}, got {rows!r:.60}.")
+        raise ConfigError(f"The {what} must be a mapping {{layer: one value a head}}, got {rows!r:.60}.")
     table = {}
     for layer, row in rows.items():
-        what = f"The distances of {title!r} in layer {layer!r}"
-        table[str(layer)] = finite(row, what, "No sample had two valid tokens on both sides, or the model diverged.")
-        if table[str(layer)].ndim != 1 or not table[str(layer)].size:
-            raise ShapeError(f"{what} must be one value a head; got shape {table[str(layer)].shape}.")
+        values = array(row, f"The {what} in layer {layer!r}")
+        if values.ndim != 1 or not values.size:
+            raise ShapeError(f"The {what} in layer {layer!r} must be one value a head; got shape {values.shape}.")
+        if np.isinf(values).any():
+            raise NonFiniteError(f"The {what} in layer {layer!r} hold infinity. The model diverged.")
+        table[str(layer)] = values
     return table
+
+
+def _top(highest: float | None, tables: "Mapping[str, Mapping[str, Array]]") -> float:
+    import numpy as np
+
+    if highest is None:
+        largest = float(np.nanmax([*(value for table in tables.values() for row in table.values() for value in row)]))
+        return largest if largest > 0 else 1.0
+    if not 0 < highest < float("inf"):
+        raise ConfigError(f"highest is the top of the scale, a number > 0; got {highest}.")
+    return float(highest)
 
 
 def _common_layers(tables: "Mapping[str, Mapping[str, Array]]") -> list[str]:
@@ -134,7 +173,7 @@ def _limits(noise: Any, tables: "Mapping[str, Mapping[str, Array]]") -> "dict[st
         if limit.ndim or limit < 0:
             raise ConfigError(f"noise is a number >= 0, or one for each head as the distances are; got {noise!r:.60}.")
         return {title: {layer: 0 * row + limit for layer, row in table.items()} for title, table in tables.items()}
-    limits = {title: _table(f"noise of {title}", noise.get(title)) for title in tables}
+    limits = {title: _table(f"noise of {title!r}", noise.get(title)) for title in tables}
     for title, table in tables.items():
         if {layer: len(row) for layer, row in limits[title].items()} != {
             layer: len(row) for layer, row in table.items()

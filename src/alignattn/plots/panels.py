@@ -20,6 +20,7 @@ COLUMNS = 5  # panels in a row: soft attention and four methods
 WIDEST = 12.2  # inches: five reliability diagrams
 LEGEND = 9  # points
 HANDLE = 0.6  # inches of a legend's entry beside its text
+SHADES = 48  # of a scale's bar: of 50 on matplotlib would make an image of it, which no vector format keeps sharp
 NAMED = "\u2060"  # a word joiner before each label: one that begins with "_" would be left out
 
 
@@ -177,15 +178,20 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
 
 def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: bool, name: str) -> None:
     """The one scale of all panels, to the right of the first row."""
+    from matplotlib.cm import ScalarMappable
+
+    bar: Any
+    scale = ScalarMappable(image.norm, image.cmap.resampled(SHADES))
     if own:
         box = places[0].get_position(original=True)
         edge = max(axis.get_position(original=True).x1 for axis in places)
         width, height = figure.get_size_inches()
         long = min(box.height, 2.2 / height)
         place = (edge + 0.12 / width, box.y0 + (box.height - long) / 2, 0.1 / width, long)
-        bar = figure.colorbar(image, cax=figure.add_axes(place))
+        bar = figure.colorbar(scale, cax=figure.add_axes(place))
     else:
-        bar = figure.colorbar(image, ax=list(places))
+        bar = figure.colorbar(scale, ax=list(places))
+    bar.solids.set_edgecolor("face")  # else what is behind shows through where two shades meet
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.set_label(name, fontsize=8)
@@ -193,10 +199,17 @@ def colour_bar(figure: "Figure", places: "Sequence[Axes]", image: Any, *, own: b
 
 
 def _ticks(scale: Any) -> list[float]:
-    """Round numbers that keep apart on the scale, whatever it is; those of fewest digits first."""
+    """Round numbers that keep apart on the scale: at equal steps if it is linear, else those of fewest digits first."""
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    highest = float(scale.vmax)
+    if type(scale) is Normalize:
+        ticks = MaxNLocator(nbins=5, steps=[1, 2, 5, 10]).tick_values(0.0, highest)
+        return [float(tick) for tick in ticks if tick <= highest]
     decades = [10.0**k for k in range(-6, 7)]
-    ticks = [0.0]
+    chosen = [0.0]
     for tick in (digit * decade for digit in (1, 5, 2) for decade in reversed(decades)):
-        if tick <= scale.vmax and all(abs(scale(tick) - scale(other)) >= 0.15 for other in ticks):
-            ticks.append(tick)
-    return sorted(ticks)
+        if tick <= highest and all(abs(scale(tick) - scale(other)) >= 0.15 for other in chosen):
+            chosen.append(tick)
+    return sorted(chosen)

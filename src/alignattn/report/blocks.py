@@ -116,13 +116,14 @@ class Figure:
     caption: str
     pictures: Sequence[Picture]
     wide: bool = False  # a picture that a phone would shrink past reading: it scrolls there
+    large: bool = False  # pictures with small print in them: fewer in a row
 
     def html(self) -> Markup:
         drawn = joined(*(picture.svg for picture in self.pictures))
         if self.wide:
             panels = element("div", drawn, class_="wide", role="region", aria_label=self.caption, tabindex="0")
         else:
-            panels = element("div", drawn, class_="panels")
+            panels = element("div", drawn, class_="panels large" if self.large else "panels")
         return element("figure", panels, element("figcaption", self.caption))
 
 

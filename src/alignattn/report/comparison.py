@@ -1,23 +1,24 @@
 """The section of one comparison: the tables that `alignattn compare` prints, pictures, every run, and what was run."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from alignattn import plots
 from alignattn.errors import AlignmentError, DataError
 from alignattn.experiments.compare import Comparison, Row, metric
 from alignattn.experiments.frontier import frontier
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import differences, notes, summary
+from alignattn.plots.stored import Course, mean_distances, pooled_bins
 from alignattn.report import pictures, svg
 from alignattn.report.blocks import Block, Figure, Folded, Listing, Paragraph, Picture, Section, Table
 from alignattn.report.provenance import what_was_run
 from alignattn.results import Result
 
 MOST_DRAWN = 6  # kinds of attention in a figure of panels
-LEGEND_COLUMNS, LEGEND_LINE = 3, 0.17  # of the frontier; inches
+MOST_CURVES = 8  # of a frontier, unless more were run with several weights
 
 Kind = tuple[Row, Sequence[Result]]  # a row, and the runs behind it
 
@@ -105,95 +106,85 @@ def representative(kinds: Sequence[Kind]) -> list[Kind]:
 
 
 def _frontier(comparison: Comparison, salt: str) -> Figure | None:
-    def draw() -> Any:
-        figure = svg.figure_of(frontier(comparison))
-        lines = -(-len({row.series for row in comparison.rows}) // LEGEND_COLUMNS)
-        width, height = figure.get_size_inches()
-        figure.set_size_inches(width, height + LEGEND_LINE * lines)  # else a long legend eats the panels
-        return figure
-
+    shown = of_several_weights(comparison)
+    left = len(comparison.rows) - len(shown.rows)
+    rest = (
+        f" Left out, for they make no curve, are the {left} kinds run with one weight; the table has them."
+        if left
+        else ""
+    )
     try:
-        drawing = svg.inline(draw, f"{comparison.name}: each metric against MMD²", salt)
-    except DataError:  # there is none: one weight, no soft attention, no MMD
+        drawing = svg.inline(partial(frontier, shown), f"{comparison.name}: each metric against MMD²", salt)
+    except DataError:  # there is none: no aligned runs, no soft attention, no MMD
         return None
     return Figure(
         "The frontier: how far apart keys and queries are against how good the model is. Numbers are weights, or "
         "shares of the gradient where the weight is chosen; bars are one standard error of the difference to soft "
-        "attention.",
+        f"attention.{rest}",
         [Picture(drawing)],
         wide=True,
     )
 
 
-def _reliability(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:
-    def bins(results: Sequence[Result]) -> Any:
-        found = [result.details["reliability"] for result in results if "reliability" in result.details]
-        return pictures.pooled(found) if found else None
+def of_several_weights(comparison: Comparison) -> Comparison:
+    """Where many kinds would crowd a frontier, without those run with one weight alone, unless all are."""
+    counts = Counter(row.series for row in comparison.rows if row.method != SOFT)
+    several = [name for name, count in counts.items() if count > 1]
+    if len(counts) <= MOST_CURVES or not several:
+        return comparison
+    return replace(comparison, rows=tuple(r for r in comparison.rows if r.method == SOFT or r.series in several))
 
-    panels = {row.label: found for row, results in shown if (found := bins(results)) is not None}
-    drawn = [
-        svg.inline(
-            partial(plots.reliability, {pictures.fitting(label): found}), f"Reliability of {label}", f"{salt}-{number}"
-        )
-        for number, (label, found) in enumerate(panels.items(), 1)
-    ]
+
+def _reliability(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:
+    panels = {
+        row.label: pooled_bins(groups, row.label)
+        for row, results in shown
+        if (groups := [result.details["reliability"] for result in results if "reliability" in result.details])
+    }
     caption = (
         "Accuracy by confidence, the samples of all seeds together. Seeds that err to opposite sides cancel here, so "
         f"the ECE above a panel may lie below the table's mean over seeds.{rest}"
     )
-    return Figure(caption, [Picture(one) for one in drawn]) if drawn else None
+    return Figure(caption, pictures.reliability(panels, salt)) if panels else None
 
 
 def _map(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:
-    found = {
-        row.label: pictures.mean_map(maps)
+    panels = {
+        row.label: mean_distances(tables, row.label)
         for row, results in shown
-        if (maps := [result.details["mmd"] for result in results if result.details.get("mmd")])
+        if (tables := [result.details["mmd"] for result in results if result.details.get("mmd")])
     }
-    limits = pictures.limits_of(list(found.values()))
+    highest = pictures.highest_of(panels.values())
     drawn = [
-        svg.inline(
-            partial(pictures.head_map, label, layers, limits, metric("mmd").label),
-            f"MMD² of {label} by layer and head",
-            f"{salt}-{number}",
-        )
-        for number, (label, layers) in enumerate(found.items(), 1)
+        pictures.distance_map(label, table, f"{salt}-{number}", highest=highest)
+        for number, (label, table) in enumerate(panels.items(), 1)
     ]
     caption = f"MMD² between queries and keys of each head, mean over seeds, on one scale.{rest}"
-    return Figure(caption, [Picture(one) for one in drawn]) if drawn else None
+    return Figure(caption, drawn, large=True) if drawn else None
 
 
 def _curves(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:
-    panels: dict[str, dict[str, pictures.Course]] = {}
+    panels: dict[str, dict[str, list[Course]]] = {}
     for row, results in shown:
-        for title, courses in _courses(row, results).items():
-            course = pictures.mean_course(courses)
-            if course[0]:
-                panels.setdefault(title, {})[row.label] = course
-    styles = pictures.styles_of({row.label: row.method for row, _ in shown})
-    drawn = [
-        svg.inline(partial(pictures.curves, title, courses, styles), f"{title} by step", f"{salt}-{number}")
-        for number, (title, courses) in enumerate(panels.items(), 1)
-    ]
-    return Figure(f"How training went, mean over seeds.{rest}", [Picture(one) for one in drawn]) if drawn else None
+        for result in results:
+            for name, course in _courses(result).items():
+                panels.setdefault(name, {}).setdefault(row.label, []).append(course)
+    drawn = pictures.curves(panels, salt)
+    caption = f"How training went, mean over seeds, in a band of one standard error.{rest}"
+    return Figure(caption, drawn) if drawn else None
 
 
-def _courses(row: Row, results: Sequence[Result]) -> dict[str, list[pictures.Course]]:
-    """By title, one for each run that has it."""
-    found: dict[str, list[pictures.Course]] = {}
-    for result in results:
-        curve = result.details.get("curve") or []
-        steps = [entry[0] for entry in curve]
-        lines = {"loss of the task": [entry[1] for entry in curve]}
-        if row.method != SOFT:
-            lines["loss of the alignment, weighted"] = [entry[2] for entry in curve]
-        figures = result.details.get("figures") or {}
-        if "alignment_mmd" in figures:
-            lines["MMD², mean of a head"] = figures["alignment_mmd"]
-        for title, values in lines.items():
-            if values:
-                found.setdefault(title, []).append((steps, values))
-    return found
+def _courses(result: Result) -> dict[str, Course]:
+    """What was logged in a run, by name."""
+    curve = result.details.get("curve") or []
+    steps = [entry[0] for entry in curve]
+    lines = {"task_loss": [entry[1] for entry in curve]}
+    if result.method != SOFT:  # whose is no loss, but zeros
+        lines["alignment_loss"] = [entry[2] for entry in curve]
+    figures = result.details.get("figures") or {}
+    if "alignment_mmd" in figures:
+        lines["alignment_mmd"] = figures["alignment_mmd"]
+    return {name: (steps, values) for name, values in lines.items() if values}
 
 
 def _value(value: float | None, digits: int) -> str:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alignattn.diagnosis.result import KIND, Diagnosis
 from alignattn.errors import AlignmentWarning, DataError
 from alignattn.experiments.compare import Comparison
-from alignattn.report import compared, diagnosed
-from alignattn.report.diagnosed import Diagnosis
+from alignattn.report import compared
 from alignattn.report.html import clean
 from alignattn.results import Result, files
 
@@ -39,8 +39,8 @@ class Inputs:
             self.comparisons += [compared.read(one) for one in values]
         elif not isinstance(values, dict) or "schema" not in values:
             return False
-        elif values.get("kind") == "diagnosis":
-            self.diagnoses.append(diagnosed.read(values))
+        elif values.get("kind") == KIND:
+            self.diagnoses.append(Diagnosis.from_json(json.dumps(values)))
         else:
             result = Result.from_json(json.dumps(values))
             self.results.append(result)

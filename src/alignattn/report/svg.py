@@ -3,7 +3,8 @@
 What matplotlib writes is a document of its own. Here it loses what a page has already or its policy refuses: the
 metadata, the style element, style attributes (each declaration becomes an attribute of the same name), and the family
 of its fonts. Names get a salt, for a page has one namespace of them. Black and dark grey are the ink of a drawing and
-become the text's colour, white is its paper and becomes the background's.
+become the text's colour, white is its paper and becomes the background's, and pale grey is darkened with it. All other
+colours, those of data, stay as they are.
 """
 
 import io
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 INK = frozenset({"#000000", "#404040", "#333333", "black"})
 PAPER = frozenset({"#ffffff", "white"})
+SHADE = frozenset({"#dddddd"})  # of what lies behind: a broad line, an empty cell
 POINT = 4 / 3  # pixels
 # text.parse_math: a dollar in a name is a dollar. Text stays text, in the page's own font.
 PLAIN: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False}
@@ -183,9 +185,9 @@ def _coloured(attributes: dict[str, str]) -> dict[str, str]:
         colour = attributes.get(name, "").lower()
         if colour in INK:
             attributes[name] = "currentColor"
-        elif colour in PAPER:
+        elif colour in PAPER | SHADE:
             del attributes[name]
-            classes.append(f"paper-{name}")
+            classes.append(f"{'paper' if colour in PAPER else 'shade'}-{name}")
     return attributes | ({"class": " ".join(classes)} if classes else {})
 
 

@@ -45,7 +45,7 @@ def test_the_report_of_the_minilm_runs_is_what_their_files_say():
         return re.sub(r"<svg .*?</svg>", "", page, flags=re.DOTALL)  # another matplotlib draws other lines
 
     committed = report_page.PAGE.read_text(encoding="utf-8")
-    assert len(committed) < 1_500_000 and committed.count("<svg ") > 40
+    assert len(committed) < 1_700_000 and committed.count("<svg ") > 40
     assert told(committed) == told(report_page.page()), "run: make tables"
 
 

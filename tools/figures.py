@@ -5,15 +5,13 @@ python tools/figures.py
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignattn import plots
-from alignattn.experiments.compare import Comparison, compare
-from alignattn.experiments.frontier import frontier, series
-from alignattn.experiments.settings import SOFT
+from alignattn.experiments.compare import compare
+from alignattn.experiments.frontier import frontier, of_several_weights
 from alignattn.results import Result
 from result_tables import FIGURES, ROOT, at_defaults, current, is_frontier, picture
 
@@ -47,13 +45,6 @@ def of_one_head() -> "Iterator[tuple[Path, list[Axes]]]":
         shown = {f"{name}: layer {layer}, head {told['head']}": some[0] for name, some in told["attention"].items()}
         yield FIGURES / f"attention-{file.stem}.svg", plots.attention(shown, queries=tokens[0])
         yield FIGURES / f"received-{file.stem}.svg", plots.received(told["attention"], sentences=tokens)
-
-
-def of_several_weights(comparison: Comparison) -> Comparison:
-    """Without the kinds that were run with one weight alone: they make no curve, and stand in the table."""
-    curves = series(comparison, comparison.metrics[0])
-    rows = tuple(row for row in comparison.rows if row.method == SOFT or len(curves.get(row.series, ())) > 1)
-    return replace(comparison, rows=rows)
 
 
 def in_order(results: list[Result]) -> list[Result]:

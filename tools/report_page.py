@@ -1,4 +1,4 @@
-"""Writes docs/report-minilm.html, what `alignattn report results/minilm-*` makes of the MiniLM runs.
+"""Writes docs/report-minilm.html: what `alignattn report` makes of the MiniLM runs and two diagnosed checkpoints.
 
 python tools/report_page.py
 """
@@ -13,7 +13,9 @@ TITLE = "Alignment attention: MiniLM on four data sets"
 
 
 def page() -> str:
-    return report(sorted((ROOT / "results").glob("minilm-*")), TITLE)
+    results = ROOT / "results"
+    diagnoses = [results / "diagnosis" / f"minilm-sst2-{name}.json" for name in ("soft", "ot")]  # before, after
+    return report([*sorted(results.glob("minilm-*")), *diagnoses], TITLE)
 
 
 if __name__ == "__main__":

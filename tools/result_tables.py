@@ -84,9 +84,7 @@ def picture(comparison: Comparison) -> Path:
 
 def current() -> list[Result]:
     """What was run with today's settings, or with others on purpose; shown is what today's recipes report."""
-    folders = [
-        folder for folder in sorted(RESULTS.iterdir()) if folder.name not in OTHERS
-    ]
+    folders = [folder for folder in sorted(RESULTS.iterdir()) if folder.name not in OTHERS]
     reports = {folder.name: load(folder.name).report for folder in folders}
     return [replace(r, recipe={**r.recipe, "report": reports[r.name]}) for r in read_all(folders)]
 

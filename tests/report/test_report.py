@@ -13,9 +13,10 @@ from made_results import diagnosis, result
 from alignattn import cli
 from alignattn.errors import AlignmentWarning, DataError
 from alignattn.experiments.compare import compare
+from alignattn.experiments.frontier import of_several_weights
 from alignattn.experiments.tables import as_json, differences, summary
 from alignattn.report.build import report
-from alignattn.report.comparison import of_several_weights, representative
+from alignattn.report.comparison import representative
 from alignattn.results import read_all, write
 
 pytest.importorskip("matplotlib", reason="pip install 'alignattn[plot]'")

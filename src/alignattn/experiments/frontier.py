@@ -6,6 +6,8 @@ or of their shares where the weight is chosen while training.
 """
 
 import math
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from alignattn import plots
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DISTANCE = "mmd"
+MOST_CURVES = 8  # of a frontier, unless more were run with several weights
 
 
 def series(comparison: Comparison, name: str) -> dict[str, list[Point]]:
@@ -53,6 +56,15 @@ def frontier(comparison: Comparison) -> "list[Axes]":
         higher_is_better={labels[name]: metric(name).higher_is_better for name in panels},
         distance=metric(DISTANCE).label,
     )
+
+
+def of_several_weights(comparison: Comparison) -> Comparison:
+    """Where many kinds would crowd a frontier, without those run with one weight alone, unless all are."""
+    counts = Counter(row.series for row in comparison.rows if row.method != SOFT)
+    several = [name for name, count in counts.items() if count > 1]
+    if len(counts) <= MOST_CURVES or not several:
+        return comparison
+    return replace(comparison, rows=tuple(r for r in comparison.rows if r.method == SOFT or r.series in several))
 
 
 def _soft(comparison: Comparison, name: str) -> float:

@@ -1,14 +1,12 @@
 """The section of one comparison: the tables that `alignattn compare` prints, pictures, every run, and what was run."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from alignattn.errors import AlignmentError, DataError
 from alignattn.experiments.compare import Comparison, Row, metric
-from alignattn.experiments.frontier import frontier
+from alignattn.experiments.frontier import frontier, of_several_weights
 from alignattn.experiments.settings import SOFT
 from alignattn.experiments.tables import differences, notes, summary
 from alignattn.plots.stored import Course, mean_distances, pooled_bins
@@ -18,7 +16,6 @@ from alignattn.report.provenance import what_was_run
 from alignattn.results import Result
 
 MOST_DRAWN = 6  # kinds of attention in a figure of panels
-MOST_CURVES = 8  # of a frontier, unless more were run with several weights
 
 Kind = tuple[Row, Sequence[Result]]  # a row, and the runs behind it
 
@@ -124,15 +121,6 @@ def _frontier(comparison: Comparison, salt: str) -> Figure | None:
         [Picture(drawing)],
         wide=True,
     )
-
-
-def of_several_weights(comparison: Comparison) -> Comparison:
-    """Where many kinds would crowd a frontier, without those run with one weight alone, unless all are."""
-    counts = Counter(row.series for row in comparison.rows if row.method != SOFT)
-    several = [name for name, count in counts.items() if count > 1]
-    if len(counts) <= MOST_CURVES or not several:
-        return comparison
-    return replace(comparison, rows=tuple(r for r in comparison.rows if r.method == SOFT or r.series in several))
 
 
 def _reliability(shown: Sequence[Kind], salt: str, rest: str) -> Figure | None:

@@ -215,10 +215,7 @@ class _Call:
                 f"{name} was given no nodes that attend, (x, None), and so has no queries. Give it both kinds of "
                 "nodes, or leave it out with layers=."
             )
-        pair = self.taken["query"], self.taken["key"]
-        # Turned round, the first of two kinds of nodes attends; but TransformerConv makes queries of the second.
-        turned = self.module.flow == "target_to_source" and convolution(self.module) != "TransformerConv"
-        return pair[::-1] if turned else pair
+        return self.taken["query"], self.taken["key"]
 
     def edges(self, edge_index: Any, queries: int, keys: int) -> tuple[Tensor, Tensor]:
         """Places of queries and of keys, one an edge."""
@@ -311,7 +308,7 @@ def _batches(given: Mapping[Any, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
     for value in given.values():
         if isinstance(value, Mapping) and isinstance(value.get("batch"), Tensor):
             yield value["batch"]
-        elif type(value).__module__.startswith("torch_geometric.") and hasattr(value, "to_dict"):
+        elif any(kind.__module__.startswith("torch_geometric.data") for kind in type(value).__mro__):
             several = getattr(value, "batch_dict", None) if hasattr(value, "node_types") else None
             batch = several or getattr(value, "batch", None)
             if isinstance(batch, Tensor | Mapping):

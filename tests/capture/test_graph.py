@@ -211,10 +211,10 @@ def a_batch(seed: int = 0) -> tuple[list[Data], Batch]:
 
 
 class OnData(Net):
-    """Takes a Data object."""
+    """Takes a Data object, or a dictionary with the same, by a name that might be taken for the vector's."""
 
-    def forward(self, data: Any) -> Tensor:
-        return super().forward(data.x, data.edge_index)
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch["x"], batch["edge_index"])
 
 
 def call(model: nn.Module, how: str, batch: Batch) -> Tensor:
@@ -222,18 +222,18 @@ def call(model: nn.Module, how: str, batch: Batch) -> Tensor:
         return model(batch.x, batch.edge_index, batch.batch)
     if how == "keyword":
         return model(batch.x, edge_index=batch.edge_index, batch=batch.batch)
-    return model(batch)
+    return model(batch if how == "data" else batch.to_dict())
 
 
 @every_convolution
-@pytest.mark.parametrize("how", ["position", "keyword", "data"])
+@pytest.mark.parametrize("how", ["position", "keyword", "data", "dictionary"])
 @pytest.mark.parametrize(
     "options", [{"method": "mmd"}, {"method": "ct"}, {"method": "ct", "matched_over": "neighbourhoods"}]
 )
 def test_each_graph_of_a_batch_is_a_problem_of_its_own(convolution, how, options):
     """The term of a batch is the mean of the terms of its graphs, each given to the model alone."""
     graphs, batch = a_batch()
-    model = seeded(lambda: (OnData if how == "data" else Net)(convolution))
+    model = seeded(lambda: (OnData if how in ("data", "dictionary") else Net)(convolution))
     alignment = alignattn.align(model, **options, weight=1.0, recentre=False, until_met=False)
     call(model, how, batch)
     together = alignment.loss().item()
@@ -487,6 +487,24 @@ def test_nodes_whose_graph_is_not_known_are_refused_and_leaving_them_out_helps()
     alignment = alignattn.align(model, "mmd", layers="first")
     model(batch.x, batch.edge_index, batch.batch)
     assert alignment.loss().isfinite()
+
+
+def test_two_kinds_of_nodes_in_a_batch_of_graphs_are_refused():
+    """Also where there are equally many of both, and the batch might be of either."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GATConv((WIDTH, WIDTH), D)
+
+        def forward(self, x: Tensor, y: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+            return self.conv((x, y), edge_index)
+
+    given = random(NODES, WIDTH), random(NODES, WIDTH, seed=1), some_edges()
+    with pytest.raises(CaptureError, match="nodes of different graphs are never matched"):
+        records(Between(), *given, torch.arange(NODES) // 5)
+    assert len(records(Between(), *given, torch.zeros(NODES, dtype=torch.long))) == 1  # which is one graph
+    assert records(Between(), *given, torch.arange(NODES) // 5, cross=False) == []
 
 
 def test_compiled_convolutions_are_refused():

@@ -19,6 +19,21 @@ def tokens(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def test_of_a_long_sample_some_tokens_are_looked_at_evenly_spaced(monkeypatch):
+    monkeypatch.setattr(distances, "TOKENS", 4)
+    query, key = tokens(0, 1, 1, 3, 10, 4), 1 + tokens(1, 1, 1, 3, 10, 4)
+    mask = torch.ones(1, 1, 10, dtype=torch.bool)
+    mask[..., 7] = False
+    seen = Distances()
+    seen.watch(["first"], query, key, mask, mask)
+    told = seen.settle()
+    some = [0, 2, 5]  # and 7, which is no token
+    by_hand = alignattn.functional.mmd(query[0, :, :, some], key[0, :, :, some], bandwidth="mean")
+    assert told is not None
+    torch.testing.assert_close(told.mmd, by_hand.mean())
+    assert told.tokens == 3
+
+
 def test_it_is_the_mmd_of_each_head_smoothed_over_looks():
     seen = Distances()
     by_hand = None

@@ -21,7 +21,7 @@ def test_the_code_of_the_page_runs(page, tmp_path, monkeypatch, capsys):
 
 
 def test_there_is_a_page_for_each_way_to_train_of_diagnosis_and_of_pictures():
-    ways = {"trainer", "loop", "lightning", "processes", "lora", "own_attention"}
+    ways = {"trainer", "loop", "lightning", "processes", "lora", "own_attention", "graphs"}
     assert {page.stem for page in PAGES} == ways | {"diagnose", "pictures"}
 
 

@@ -103,12 +103,24 @@ class AlignmentConfig:
                 "every draws among all layers of a forward pass, and with stream='layer' each is matched before the "
                 "next is known. Use max_tokens to match less, or leave one of the two out."
             )
+        self._check_neighbourhoods()
         if isinstance(self.weight, Auto) and self.adversary_optimizer is None:
             raise ConfigError("weight='auto' needs adversary_optimizer='adam'. Give a number to an optimizer of yours.")
         if not (self.adversary_rate > 0 and math.isfinite(self.adversary_rate)):
             raise ConfigError(f"adversary_rate must be > 0 and finite, got {self.adversary_rate}. The default is 1e-3.")
         if len(self.adversary_betas) != 2 or not all(0 <= beta < 1 for beta in self.adversary_betas):
             raise ConfigError(f"adversary_betas must be two numbers in [0, 1), got {self.adversary_betas}.")
+
+    def _check_neighbourhoods(self) -> None:
+        """Options that would cut a graph to pieces."""
+        if getattr(self.matcher, "matched_over", "all") != "neighbourhoods":
+            return
+        for name, what in (("max_tokens", "draws tokens"), ("stream", "matches samples apart")):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} {what}, and matched_over='neighbourhoods' needs all nodes that edges join; its memory is "
+                    "linear in their number already. Leave one of the two out."
+                )
 
     @property
     def told_weight(self) -> float | str:
@@ -127,7 +139,10 @@ class AlignmentConfig:
             "every": self.every == 1,
             "stream": self.stream is None,
         }
-        return {name: value for name, value in asdict(self).items() if not idle.get(name)}
+        options = {name: value for name, value in asdict(self).items() if not idle.get(name)}
+        if options["matcher"].get("matched_over") == "all":
+            del options["matcher"]["matched_over"]
+        return options
 
     def weight_at(self, step: int) -> float:
         """The weight in the step-th update of the model; zero where it is chosen while training."""
@@ -151,6 +166,11 @@ def resolve(
         raise unknown("method", method, METHODS)
     own = {f.name for f in fields(AlignmentConfig)} - {"method", "preset", "matcher"}
     for option in options:
+        if option == "matched_over" and option not in matcher_options:
+            raise ConfigError(
+                f"matched_over is an option of method 'ct': conditional distributions can follow the edges of a graph, "
+                f"and {name!r} matches the distributions of all its nodes."
+            )
         if option not in own | matcher_options:
             raise unknown(f"option for method {name!r}:", option, sorted(own | matcher_options))
     values = dict(PRESETS[preset]["all"]) | dict(PRESETS[preset].get(name, {})) | dict(options)

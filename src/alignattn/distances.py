@@ -1,9 +1,10 @@
 """How far apart the queries and keys of each head are while it trains, and which heads are left alone for it.
 
-Looked at in the updates in which gradients are (balance.py), on a few samples: the unbiased squared MMD, with the mean
-squared distance for a bandwidth, which costs nothing. A head whose estimate, smoothed over looks, is below zero has
-queries and keys that cannot be told apart. To push it on makes each query its own key, and the task was seen to suffer:
-with `until_met` it gets no gradient until they can be told apart again. (Departure: the paper pushes all heads always.)
+Looked at in the updates in which gradients are (balance.py), on a few samples, and on some tokens of long ones: the
+unbiased squared MMD, with the mean squared distance for a bandwidth, which costs nothing. A head whose estimate,
+smoothed over looks, is below zero has queries and keys that cannot be told apart. To push it on makes each query its
+own key, and the task was seen to suffer: with `until_met` it gets no gradient until they can be told apart again.
+(Departure: the paper pushes all heads always.)
 """
 
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from alignattn.matching.discrepancy import mmd
 from alignattn.processes import several
 
 SAMPLES = 4  # of a batch
+TOKENS = 2048  # of a sample, evenly spaced: all pairs of a graph's 20,000 nodes would take longer than ten updates
 MEMORY = 0.5  # of a head's distance, from one look to the next
 
 
@@ -27,7 +29,7 @@ class Seen(NamedTuple):
     """One look: means over heads, layers and samples."""
 
     mmd: Tensor
-    tokens: Tensor  # of a sample
+    tokens: Tensor  # of a sample, as far as they were looked at
 
 
 class Distances:
@@ -45,8 +47,8 @@ class Distances:
         self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> None:
         """Measure a few samples of each layer, [l, b, h, tokens, d]."""
-        some = [t[:, :SAMPLES].flatten(0, 1).float() for t in (query, key)]
-        masks = [None if m is None else m[:, :SAMPLES].flatten(0, 1) for m in (query_mask, key_mask)]
+        some = [_spaced(t[:, :SAMPLES].flatten(0, 1), 2).float() for t in (query, key)]
+        masks = [None if m is None else _spaced(m[:, :SAMPLES].flatten(0, 1), 1) for m in (query_mask, key_mask)]
         found = mmd(some[0], some[1], bandwidth="mean", query_mask=masks[0], key_mask=masks[1])
         for name, of_layer in zip(names, found.unflatten(0, (len(names), -1)).mean(1).unbind(), strict=True):
             self._now.setdefault(_key(name, len(of_layer)), []).append(of_layer)
@@ -111,6 +113,14 @@ class Distances:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from what state_dict() gave."""
         self._smoothed, self._factors = dict(saved), {}
+
+
+def _spaced(tokens: Tensor, axis: int) -> Tensor:
+    """Of many, some."""
+    length = tokens.shape[axis]
+    if length <= TOKENS:
+        return tokens
+    return tokens.index_select(axis, torch.arange(TOKENS, device=tokens.device) * length // TOKENS)
 
 
 def _key(name: str, heads: int) -> str:

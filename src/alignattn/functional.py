@@ -8,6 +8,15 @@ from alignattn.matching.adversarial import adversarial
 from alignattn.matching.conditional import conditional_transport
 from alignattn.matching.discrepancy import mmd
 from alignattn.matching.features import feature_distance
+from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.transport import TransportResult, optimal_transport
 
-__all__ = ["TransportResult", "adversarial", "conditional_transport", "feature_distance", "mmd", "optimal_transport"]
+__all__ = [
+    "TransportResult",
+    "adversarial",
+    "conditional_transport",
+    "feature_distance",
+    "mmd",
+    "neighbourhood_transport",
+    "optimal_transport",
+]

@@ -27,6 +27,7 @@ from alignattn.distances import Distances
 from alignattn.errors import CaptureError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
+from alignattn.matching.conditional import along
 from alignattn.matching.matcher import Matcher
 from alignattn.replay import Lease, Pool, Recorder, Replays
 from alignattn.stacks import Stack, stacked, together
@@ -230,9 +231,9 @@ class Objective:
         masks = stack.query_mask, stack.key_mask
         acting = self._acting(stack) * scale
         in_place = len(stack.places) > 1  # they were copied together, for us alone
-        found = differentiate(
-            self.matcher, query, key, *masks, stack.names, acting, of_query=of_query, of_key=of_key, in_place=in_place
-        )
+        given = query, key, *masks, stack.names, acting
+        with along(self.matcher, stack.edges):
+            found = differentiate(self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place)
         values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
         return _Together(values, found.query, found.key, found.networks)
 
@@ -273,7 +274,8 @@ class Objective:
             stack = self._stack(places, rows, shares)
             query, key = stack.query, stack.key
             self._show(stack, query, key, (self.finite, *watchers))
-            losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
+            with along(self.matcher, stack.edges):
+                losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]
         total = sum_of(values)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
+from alignattn.matching.conditional import Edges, follows_edges
 from alignattn.matching.matcher import Matcher
 
 PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
@@ -27,6 +28,7 @@ class Stack:
     key_mask: Tensor | None
     names: list[str]
     outer: Tensor  # [l, b, h]: what each problem counts in the total
+    edges: Edges | None = None  # of one record that is matched along them
 
     @property
     def query(self) -> Tensor:
@@ -47,7 +49,8 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
     groups: list[tuple[Any, list[int]]] = []
     for place, record in enumerate(records):
         query, key = record.query, record.key
-        if not torch.compiler.is_compiling() and query.device.type == "cpu" and matcher.is_separable():
+        apart = not torch.compiler.is_compiling() and query.device.type == "cpu" and matcher.is_separable()
+        if apart or follows_edges(matcher):  # edges may be others in each layer
             groups.append((None, [place]))
             continue
         bank = matcher.bank(record.name, query.shape[-1])
@@ -85,7 +88,7 @@ def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, 
     alike = all(r.key_mask is r.query_mask for r in some)
     key_mask = query_mask if alike else _masks_together([r.key_mask for r in some])
     sides = [r.query for r in some], [r.key for r in some]
-    return Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer)
+    return Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer, some[0].edges)
 
 
 def _together(tensors: list[Tensor]) -> Tensor:

@@ -33,3 +33,22 @@ class Attending:
             return products
         bias = self.bias if self.bias.ndim < 2 or self.bias.shape[-2] == 1 else self.bias[..., rows, :]
         return products + bias.float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlongEdges(Attending):
+    """Of a graph, in which a query attends along its edges and to nothing else."""
+
+    edges: tuple[Tensor, Tensor]  # places of queries and of keys, [e] each
+    weights: Tensor  # [e, h], after the softmax
+
+    def logits_of(
+        self, query: Float[Tensor, "b h n d"], key: Float[Tensor, "b h m d"], rows: slice
+    ) -> Float[Tensor, "b h r m"]:
+        """Logarithms of weights: of such softmax makes the weights again. Edges between the same two nodes add up."""
+        first, behind, _ = rows.indices(query.shape[2])
+        of_query, of_key = self.edges
+        within = (of_query >= first) & (of_query < behind)
+        weights = self.weights.new_zeros(behind - first, key.shape[2], self.weights.shape[1], dtype=torch.float32)
+        weights.index_put_((of_query[within] - first, of_key[within]), self.weights[within].float(), accumulate=True)
+        return weights.permute(2, 0, 1).log()[None]

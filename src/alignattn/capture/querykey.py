@@ -79,7 +79,7 @@ class QueryKey:
     key: Tensor  # [b, h, m, d]
     query_mask: Tensor | None = None  # [b, n], True = valid
     key_mask: Tensor | None = None  # [b, m]
-    segments: Tensor | None = None  # [b, n]: which document of a packed row a token belongs to
+    segments: Tensor | None = None  # [b, n]: which document of a packed row, or graph, a token belongs to
     sample_weight: Tensor | None = None  # [b]: the loss is the sum over samples with these, not their mean
     name: str = ""
     call: int = 0  # how often this module had been called before in the same forward pass
@@ -89,6 +89,8 @@ class QueryKey:
     query_source: Source | None = None  # where queries and keys are copies
     key_source: Source | None = None
     attending: Attending | None = None  # of the call as it was recorded, packed or not, where the tap asks for it
+    # In a graph: [e] places of queries, among all b·n, and [e] of the keys, among all b·m, that they attend to.
+    edges: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):
@@ -149,6 +151,12 @@ class QueryKey:
         mask = valid.new_zeros(documents, longest)
         mask[document[order], place] = True
 
+        edges = None
+        if self.edges is not None:
+            moved = torch.zeros(valid.numel(), dtype=torch.long, device=valid.device)
+            moved[valid.flatten().nonzero()[order, 0]] = document[order] * longest + place
+            edges = moved[self.edges[0]], moved[self.edges[1]]
+
         def gather(tokens: Tensor) -> Tensor:
             packed = tokens.new_zeros(documents, longest, tokens.shape[1], tokens.shape[3])
             chosen = tokens.transpose(1, 2)[row[order], column[order]]  # (tokens, h, d)
@@ -168,6 +176,7 @@ class QueryKey:
             sample_weight=weight,
             query_output=None,
             key_output=None,
+            edges=edges,
         )
 
 

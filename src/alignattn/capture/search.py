@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from alignattn.capture.graph import GraphSocket
 from alignattn.capture.hooked import HookedSocket
 from alignattn.capture.huggingface import HuggingFaceSocket
 from alignattn.capture.multihead import MultiheadSocket
@@ -12,7 +13,7 @@ from alignattn.capture.sdpa import SdpaSocket
 from alignattn.capture.site import Site, Socket
 from alignattn.errors import ConfigError, UnsupportedModelError
 
-SOCKETS: tuple[type[Socket], ...] = (HuggingFaceSocket, HookedSocket, MultiheadSocket, SdpaSocket)
+SOCKETS: tuple[type[Socket], ...] = (HuggingFaceSocket, HookedSocket, MultiheadSocket, GraphSocket, SdpaSocket)
 
 Layers = int | str | Sequence[int | str] | None
 
@@ -30,9 +31,9 @@ def find_sites(model: nn.Module) -> list[Site]:
     if not sites:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no attention that can be captured: no module of it uses the attention "
-            "interface of transformers, nn.MultiheadAttention or scaled_dot_product_attention. In an attention of "
-            "your own, make alignment = alignattn.Alignment(...) and call alignment.record(query, key, query_mask, "
-            "key_mask) where queries and keys are at hand."
+            "interface of transformers, nn.MultiheadAttention, scaled_dot_product_attention, or GATConv, GATv2Conv or "
+            "TransformerConv of PyG. In an attention of your own, make alignment = alignattn.Alignment(...) and call "
+            "alignment.record(query, key, query_mask, key_mask) where queries and keys are at hand."
         )
     return sites
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture.attending import Attending
+from alignattn.capture.keybias import KeyBias, find_key_bias
 from alignattn.capture.projection import ProjectionHooks, find_projections
-from alignattn.capture.querykey import QueryKey
+from alignattn.capture.querykey import Projected, QueryKey
 from alignattn.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -49,10 +50,18 @@ class Socket:
         """The modules of the model that this socket can reach."""
         raise TypeError(f"{cls.__name__} must define find().")
 
+    @classmethod
+    def key_bias(cls, module: nn.Module) -> KeyBias | None:
+        """The bias of its keys, where it has one that may be shifted at will."""
+        return find_key_bias(module) if cls.is_blind_to_shifts else None
+
     def __init__(self, tap: "Tap", sites: Sequence[Site]) -> None:
         self.tap = tap
         self.sites = {site.module: site for site in sites}
         self.handles: list[RemovableHandle] = []
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is called with, in a forward pass that is to be recorded; then it opens."""
 
     def open(self) -> None:
         """A forward pass that is to be recorded begins."""
@@ -81,12 +90,16 @@ class ProjectedSocket(Socket):
         super().__init__(tap, sites)
         self.projections: dict[nn.Module, ProjectionHooks] = {}
         if tap.projections:
-            found = {site.module: _projections_of(site) for site in sites}  # all or nothing
+            found = {site.module: self.projections_of(site) for site in sites}  # all or nothing
             for module, projections in found.items():
                 self.projections[module] = ProjectionHooks(module, projections, partial(tap.records_from, module))
         self.children = {module: tuple(module.children()) for module in self.sites}
         self.cross: dict[nn.Module, bool] = {site.module: False for site in sites}
         self.silent: dict[nn.Module, None] = {}  # called in this forward pass, and its queries and keys not yet seen
+
+    def projections_of(self, site: Site) -> list[tuple[str, nn.Module]]:
+        """The children that make queries and keys."""
+        return _projections_of(site)
 
     def open(self) -> None:
         self.silent.clear()
@@ -99,7 +112,7 @@ class ProjectedSocket(Socket):
         """The children of an attention module are others than they were."""
         if module in self.projections:
             self.projections[module].remove()
-            projections = _projections_of(self.sites[module])
+            projections = self.projections_of(self.sites[module])
             self.projections[module] = ProjectionHooks(module, projections, partial(self.tap.records_from, module))
 
     def called(self, module: nn.Module) -> None:
@@ -123,10 +136,11 @@ class ProjectedSocket(Socket):
         cross: bool,
         segments: Tensor | None = None,
         attending: Attending | None = None,
+        edges: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Hand one call over, unless it is cross-attention and that was not asked for."""
         self.silent.pop(module, None)
-        projected = tuple(self.projections[module].outputs) if module in self.projections else ()
+        projected = self.projected(module) if module in self.projections else ()
         if cross and not self.tap.cross:
             return
         n, m = query.shape[2], key.shape[2]
@@ -146,8 +160,13 @@ class ProjectedSocket(Socket):
                 query_output=self.tap.output(module, "query"),
                 key_output=self.tap.output(module, "key"),
                 attending=attending,
+                edges=edges,
             )
         )
+
+    def projected(self, module: nn.Module) -> tuple[Projected, ...]:
+        """What its projections have put out in the call that is being recorded."""
+        return tuple(self.projections[module].outputs)
 
     def stands_in_for(self, module: nn.Module) -> bool:
         """Whether this call is to be computed by the tap's own attention."""

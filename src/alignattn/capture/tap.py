@@ -12,7 +12,7 @@ from torch.nn.modules import module as nn_module
 
 from alignattn.capture.basis import Basis, find_basis
 from alignattn.capture.hook import Hook, in_backward
-from alignattn.capture.keybias import KeyBias, find_key_bias
+from alignattn.capture.keybias import KeyBias
 from alignattn.capture.querykey import AttentionCall, QueryKey, valid_keys
 from alignattn.capture.search import SOCKETS, Layers, choose, find_sites
 from alignattn.capture.site import Site, Socket
@@ -82,8 +82,7 @@ class Tap:
                     )
                 if sites:
                     self._sockets.append(socket(self, sites))
-                if socket.is_blind_to_shifts:
-                    self._find_what_is_free(sites, key_biases=key_biases, bases=bases)
+                self._find_what_is_free(socket, sites, key_biases=key_biases, bases=bases)
             _forget_compiled_code()
         except BaseException:
             self.remove()
@@ -145,14 +144,14 @@ class Tap:
             return None
         return segments.expand(query.shape[0], n) if segments.shape[0] == 1 else segments
 
-    def _find_what_is_free(self, sites: list[Site], *, key_biases: bool, bases: bool) -> None:
+    def _find_what_is_free(self, socket: type[Socket], sites: list[Site], *, key_biases: bool, bases: bool) -> None:
         for site in sites:
             watched: dict[str, nn.Module] = {}
-            if bases and (basis := find_basis(site.module)) is not None:
+            if bases and socket.is_blind_to_shifts and (basis := find_basis(site.module)) is not None:
                 self.bases[site.name] = basis
                 if basis.projections is not None:
                     watched |= dict(zip(("query", "key"), basis.projections, strict=True))
-            if key_biases and (bias := find_key_bias(site.module)) is not None:
+            if key_biases and (bias := socket.key_bias(site.module)) is not None:
                 self.key_biases[site.name] = bias
                 if bias.projection is not None:
                     watched["key"] = bias.projection
@@ -241,6 +240,7 @@ class Tap:
         self._calls.clear()
         for socket in self._sockets:
             if self.active:
+                socket.given(args, kwargs)
                 socket.open()
             elif not in_backward():  # a recomputation must find what the first pass found
                 socket.idle()

@@ -8,9 +8,12 @@ The critic ascends; navigator, queries and keys descend. Padded tokens carry no 
 Departure: both expectations run as attention. With unit critic features u,
     sum_j pi(k_j|q_i) c(q_i,k_j) = 1 - u(q_i) · sum_j pi(k_j|q_i) u(k_j),
 and the sum is attention with navigator features as queries and keys and critic features as values. The value is the
-same; no n×m matrix exists. Short problems on a CPU are computed by matrices all the same (plans.py).
+same; no n×m matrix exists. Short problems on a CPU are computed by matrices all the same (plans.py). In a graph both
+can follow its edges (neighbourhoods.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -20,10 +23,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from alignattn.errors import ConfigError, ShapeError, checked
+from alignattn.errors import CaptureError, ConfigError, ShapeError, checked
 from alignattn.matching import kernels, plans
 from alignattn.matching.ascent import ascending
 from alignattn.matching.matcher import Matcher, NetworkConfig
+from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
     check_pair,
@@ -34,6 +38,8 @@ from alignattn.matching.tokens import (
     without_empty,
     zero_where_empty,
 )
+
+Edges = tuple[Tensor, Tensor]  # places of queries and of keys
 
 WIDEST = 64  # features for which there are kernels
 LARGEST_FEATURE = 1e6  # of the navigator: beyond it the choice is as sharp as fp32 can tell, and products stay finite
@@ -131,13 +137,23 @@ class ConditionalConfig(NetworkConfig):
     navigator_ascends: bool = False  # with the critic, as in the released code
     critic_cost: str = "cosine"  # or "euclidean": distance of unit critic features, as in the released code
     transported: str = "tokens"  # or "heads" at one position, as in the released code, whose axes are swapped
+    matched_over: str = "all"  # tokens or nodes; in a graph also "neighbourhoods": a query and the keys it attends to
 
-    choices: ClassVar = {"critic_cost": ("cosine", "euclidean"), "transported": ("tokens", "heads")}
+    choices: ClassVar = {
+        "critic_cost": ("cosine", "euclidean"),
+        "transported": ("tokens", "heads"),
+        "matched_over": ("all", "neighbourhoods"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.feature_width, int) or self.feature_width < 1:
             raise ConfigError(f"feature_width must be a whole number >= 1, got {self.feature_width!r}.")
+        if self.matched_over == "neighbourhoods" and self.transported == "heads":
+            raise ConfigError(
+                "matched_over='neighbourhoods' transports nodes along edges, and transported='heads' the heads of one "
+                "node: give transported='tokens' with it."
+            )
 
 
 class ConditionalMatcher(Matcher):
@@ -145,6 +161,20 @@ class ConditionalMatcher(Matcher):
 
     config: ConditionalConfig
     separable = separable_by_heads = replayable = True
+
+    def __init__(self, config: ConditionalConfig, *, seed: int = 0) -> None:
+        super().__init__(config, seed=seed)
+        self.edges: Edges | None = None  # of the call that is being matched
+        if self.follows_edges:  # which count through all samples, and may be others each time
+            self.is_separable = self.is_replayable = self._no  # type: ignore[method-assign]
+
+    @property
+    def follows_edges(self) -> bool:
+        """Whether it must be told the edges of what it matches (`along`)."""
+        return self.config.matched_over == "neighbourhoods"
+
+    def _no(self) -> bool:
+        return False
 
     def is_separable_by_heads(self) -> bool:
         """Not where they are transported to each other."""
@@ -173,11 +203,21 @@ class ConditionalMatcher(Matcher):
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
         if config.normalise_navigator:
             navigators = direction(navigators[0]), direction(navigators[1])
+        if self.follows_edges:
+            return neighbourhood_transport(*critics, *navigators, self._edges_of(names), cost=config.critic_cost)
         if config.transported == "heads":
             return self._over_heads(critics, navigators, query_mask, key_mask)
         if config.critic_cost == "euclidean":
             return _euclidean(critics, navigators, query_mask, key_mask)
         return _transport(critics, navigators, query_mask, key_mask, self.products)
+
+    def _edges_of(self, names: list[str]) -> Edges:
+        if self.edges is None:
+            raise CaptureError(
+                f"matched_over='neighbourhoods' follows the edges of a graph, and {names[0]} has none. Leave it out "
+                "with layers=, or match over 'all'."
+            )
+        return self.edges
 
     def _over_heads(
         self,
@@ -201,6 +241,25 @@ class ConditionalMatcher(Matcher):
         masks = [mask for mask in (query_mask, key_mask) if mask is not None]
         valid = torch.stack(masks).all(0) if masks else None
         return masked_mean(losses[:, None], valid).expand(-1, heads)
+
+
+@contextmanager
+def along(matcher: Matcher, edges: Edges | None) -> Iterator[None]:
+    """What is matched within has these edges, if anybody asks."""
+    if not follows_edges(matcher):
+        yield
+        return
+    assert isinstance(matcher, ConditionalMatcher)
+    matcher.edges = edges
+    try:
+        yield
+    finally:
+        matcher.edges = None
+
+
+def follows_edges(matcher: Matcher) -> bool:
+    """Whether it matches neighbours alone."""
+    return isinstance(matcher, ConditionalMatcher) and matcher.follows_edges
 
 
 @torch.no_grad()

@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from alignattn.experiments.frontier import COLOURS, LINES, OTHER
 from alignattn.experiments.settings import SOFT
-from alignattn.plots import BLUE, GREY
+from alignattn.plots.colours import BLUE, GREY, KINDS, ORANGE
+from alignattn.plots.frontier import LINES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,7 +110,7 @@ def styles_of(methods: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Colour and dashes for each label: the frontier's colours by method, and dashes where a method has several."""
     found: dict[str, tuple[str, str]] = {}
     for label, method in methods.items():
-        colour = GREY if method == SOFT else COLOURS.get(method, OTHER)
+        colour = GREY if method == SOFT else KINDS.get(method, ORANGE)
         known = sum(style[0] == colour for style in found.values())
         found[label] = colour, LINES[known % len(LINES)]
     return found

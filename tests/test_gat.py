@@ -79,6 +79,18 @@ def test_dropout_takes_its_share_and_keeps_the_mean(graph):
     assert (dropped[0] != dropped[1]).any()
 
 
+def test_dropped_values_leave_queries_and_keys_alone(graph):
+    prepared = GraphInput(*graph)
+    plain, dropping = (GATs(FEATURES, CLASSES, seeds=(0,), dropout=0.0, value_dropout=v) for v in (0.0, 0.5))
+    seen = {}
+    for name, models in (("plain", plain), ("dropping", dropping)):
+        models(prepared, lambda layer, query, key, name=name: seen.update({(name, layer): (query, key)}))
+    for ours, theirs in zip(seen["plain", "first"], seen["dropping", "first"], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    assert not torch.allclose(seen["plain", "second"][0], seen["dropping", "second"][0])  # they saw what was gathered
+    torch.testing.assert_close(plain.eval()(prepared), dropping.eval()(prepared), atol=0, rtol=0)
+
+
 def test_first_weights_are_glorot_s():
     models = GATs(1433, 7, seeds=range(20))
     for layer, (inputs, outputs) in ((models.first, (1433, 64)), (models.second, (64, 7))):

@@ -251,6 +251,7 @@ def test_the_paper_s_settings(name):
     recipe = recipes.load(name)
     pubmed = name == "pubmed"
     assert (recipe.model.heads, recipe.model.width, recipe.model.dropout) == (8, 8, 0.6)
+    assert recipe.model.value_dropout == 0.6
     assert recipe.model.output_heads == (8 if pubmed else 1)
     assert (recipe.train.rate, recipe.train.l2) == ((0.01, 1e-3) if pubmed else (0.005, 5e-4))
     assert recipe.train.patience == 100 and len(recipe.seeds) == 30

@@ -70,23 +70,34 @@ class GATLayer(nn.Module):
     target: nn.Parameter  # and its query
 
     def forward(
-        self, projected: Float[Tensor, "s n hd"], edges: Pattern, drop: Callable[[Tensor], Tensor]
+        self,
+        projected: Float[Tensor, "s n hd"],
+        edges: Pattern,
+        drop: Callable[[Tensor], Tensor],
+        drop_values: Callable[[Tensor], Tensor],
     ) -> tuple[Float[Tensor, "s n out"], Float[Tensor, "s h n d"], Float[Tensor, "s h n d"]]:
-        """What comes out, with the queries and keys that decided it. `drop` acts on the coefficients."""
+        """What comes out, with the queries and keys that decided it. `drop` acts on the coefficients,
+        `drop_values` on what they gather.
+        """
         seeds, nodes, _ = projected.shape
         z = projected.view(seeds, nodes, self.heads, self.width).transpose(1, 2)  # (s, h, n, d)
         query, key = z * self.target[:, :, None], z * self.source[:, :, None]
         row, column = (i.expand(seeds, self.heads, -1) for i in (edges.row, edges.column))
         logits = F.leaky_relu(query.sum(-1).gather(-1, row) + key.sum(-1).gather(-1, column), 0.2)  # (s, h, e)
         alpha = drop(_softmax(logits, row, nodes))
-        out = edges.product(alpha.flatten(0, 1), z.reshape(-1, nodes, self.width))  # (s h, n, d)
+        values = drop_values(z).reshape(-1, nodes, self.width)
+        out = edges.product(alpha.flatten(0, 1), values)  # (s h, n, d)
         out = out.view(seeds, self.heads, nodes, self.width)
         out = out.transpose(1, 2).flatten(2) if self.concat else out.mean(1)
         return out + self.bias[:, None], query, key
 
 
 class GATs(nn.Module):
-    """A GAT of two layers for each seed: `heads` of `width` and ELU, then the classes."""
+    """A GAT of two layers for each seed: `heads` of `width` and ELU, then the classes.
+
+    `dropout` acts on the inputs of both layers and on attention coefficients. `value_dropout` acts on the projected
+    features that attention gathers, not on queries and keys: GAT's published code has it, its text and PyG do not.
+    """
 
     def __init__(
         self,
@@ -98,9 +109,10 @@ class GATs(nn.Module):
         width: int = 8,
         output_heads: int = 1,
         dropout: float = 0.6,
+        value_dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.seeds, self.dropout = tuple(seeds), dropout
+        self.seeds, self.dropout, self.value_dropout = tuple(seeds), dropout, value_dropout
         drawn = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.first = GATLayer(features, heads, width, concat=True, generators=drawn)
         self.second = GATLayer(heads * width, output_heads, classes, concat=False, generators=drawn)
@@ -111,21 +123,27 @@ class GATs(nn.Module):
         seeds = len(self.seeds)
         values = self._dropped(graph.values.expand(seeds, -1))
         projected = graph.features.product(values, self.first.weight)
-        hidden, query, key = self.first(projected, graph.edges, self._dropped)
+        hidden, query, key = self.first(projected, graph.edges, self._dropped, self._values_dropped)
         if watch is not None:
             watch("first", query, key)
         hidden = self._dropped(F.elu(hidden))
-        logits, query, key = self.second(hidden @ self.second.weight, graph.edges, self._dropped)
+        logits, query, key = self.second(hidden @ self.second.weight, graph.edges, self._dropped, self._values_dropped)
         if watch is not None:
             watch("second", query, key)
         return torch.as_tensor(logits)
 
     def _dropped(self, values: Tensor) -> Tensor:
-        if not self.training or self.dropout == 0:
+        return self._without(values, self.dropout)
+
+    def _values_dropped(self, values: Tensor) -> Tensor:
+        return self._without(values, self.value_dropout)
+
+    def _without(self, values: Tensor, share: float) -> Tensor:
+        if not self.training or share == 0:
             return values
         if self._chance is None:
             self._chance = Chance(self.seeds, values.device)
-        return self._chance.dropped(values, self.dropout)
+        return self._chance.dropped(values, share)
 
     def only(self, place: int) -> "GATs":
         """The network of one seed, by its place among them: a copy."""
@@ -138,6 +156,7 @@ class GATs(nn.Module):
             width=first.width,
             output_heads=second.heads,
             dropout=self.dropout,
+            value_dropout=self.value_dropout,
         )
         one.load_state_dict({name: value[place : place + 1] for name, value in self.state_dict().items()})
         return one.to(first.weight.device).train(self.training)

@@ -42,13 +42,15 @@ class GraphModel:
     width: int = 8  # of each head of the first layer
     output_heads: int = 1  # of the second, averaged
     dropout: float = 0.6  # of both layers' inputs and of attention coefficients
+    value_dropout: float = 0.0  # of the projected features that attention gathers: in GAT's code, not in its text
 
     def __post_init__(self) -> None:
         for name in ("heads", "width", "output_heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {getattr(self, name)}.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout}.")
+        for name in ("dropout", "value_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"model.{name} must be in [0, 1), got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ class NodeClassification(SeedsAtOnce):
             width=m.width,
             output_heads=m.output_heads,
             dropout=m.dropout,
+            value_dropout=m.value_dropout,
         ).to(self.device)
 
     def losses(self, models: nn.Module, watch: Watch | None = None) -> Tensor:

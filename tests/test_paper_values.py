@@ -42,7 +42,7 @@ def cells(table: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, An
     return [cell for key, value in table.items() for cell in cells(value, f"{path}.{key}".lstrip("."))]
 
 
-@pytest.mark.parametrize("name", ["glue.toml", "domain.toml"])
+@pytest.mark.parametrize("name", ["glue.toml", "domain.toml", "graph.toml"])
 def test_every_cell_is_a_percentage(name):
     values = read(name)
     assert values["table"].startswith("Table ") and values["label"].startswith("tab:")
@@ -76,6 +76,18 @@ def test_domain_has_every_column_of_every_model():
             assert set(metrics) == {"accuracy", "ece"}
             assert all(set(methods) == DOMAIN_METHODS[model] for methods in metrics.values())
     assert len(cells(values["cells"])) == 2 * 6 * (1 + 1 + 3 + 3)
+
+
+def test_graph_has_the_three_graphs_and_no_ot():
+    values = read("graph.toml")
+    assert set(values) == {"table", "label", "model", "runs", "cells"} and values["runs"] == 5
+    assert set(values["cells"]) == {"cora", "citeseer", "pubmed"}
+    for column, metrics in values["cells"].items():
+        (methods,) = metrics.values()
+        assert set(methods) == {"soft", "gan", "ct"}
+        assert [name for name, cell in methods.items() if "deviation" not in cell] == ["soft"]
+        # "alignment attention consistently improves ...", and CT "performs better than" GAN
+        assert methods["soft"]["mean"] < methods["gan"]["mean"] < methods["ct"]["mean"], column
 
 
 def test_a_cell_is_found_by_name():

@@ -11,6 +11,7 @@ from alignattn.experiments.settings import AlignSettings, TrainSettings
 from alignattn.experiments.tasks import TASKS
 from option_table import plain, table
 
+MODELS = {"digits": "vision transformer", "graph": "GAT", "blocks": "GAT"}  # of tasks that train one of our own
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 
 
@@ -33,7 +34,7 @@ def page() -> str:
     for name, description in shipped().items():
         recipe = load(name)
         steps = recipe.train.steps or f"{recipe.train.epochs:g} epochs"
-        model = getattr(recipe.model, "name", "vision transformer")
+        model = MODELS.get(recipe.task) or recipe.model.name
         lines.append(f"| `{name}` | {description} | {len(recipe.runs())} | {steps} | {model} |")
     lines += [
         "",
@@ -53,6 +54,8 @@ def page() -> str:
     for name, task in TASKS.items():
         lines += [f'### `[data]` of task `"{name}"`', "", *settings(task.data_settings)]
         lines += [f'### `[model]` of task `"{name}"`', "", *settings(task.model_settings)]
+        if task.train_settings is not TrainSettings:
+            lines += [f'### `[train]` of task `"{name}"`', "", *settings(task.train_settings)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -3,8 +3,9 @@
 python tools/sweep.py PLAN --jobs 14 --limit 540 --keep $OUT/results.tgz
 
 A line of PLAN is what `alignattn run` takes (`minilm-mrpc --methods mmd --weights auto:0.1 --seeds 3`); runs begin in
-the order of the lines, and # begins a comment. Arguments after `--` go to every line. When time is up what is not
-finished is given up; finished results are packed every few seconds, so that a machine that is taken back loses little.
+the order of the lines, and # begins a comment; seeds of a graph train as one model. Arguments after `--` go to every
+line. When time is up what is not finished is given up; finished results are packed every few seconds, so that a machine
+that is taken back loses little.
 """
 
 import argparse
@@ -19,28 +20,33 @@ from pathlib import Path
 
 from alignattn import cli
 from alignattn.experiments.recipe import Run
-from alignattn.experiments.runner import Sweep
-from alignattn.experiments.training import Place, execute
+from alignattn.experiments.runner import Sweep, at_once
+from alignattn.experiments.training import Place, execute_together
 from alignattn.results import Result, write
 
 PACK_EVERY = 20  # seconds
 
 
-def planned(text: str, common: list[str]) -> list[tuple[Sweep, Run]]:
-    """Every run of the plan that is not finished yet."""
+def planned(text: str, common: list[str]) -> list[tuple[Sweep, list[Run]]]:
+    """Every run of the plan that is not finished yet, those together that are trained as one model."""
     found = []
     for line in text.splitlines():
         if words := shlex.split(line, comments=True):
             plan = cli.plan_of(["run", *words, *common])
-            found += [(plan, run) for run in plan.parted()[1]]
+            found += [(plan, some) for some in at_once(plan.parted()[1], plan.place)]
     return found
 
 
-def carried_out(run: Run, place: Place, inputs: Mapping[str, str], file: Path) -> Result:
-    """In a worker: train, measure, and keep the result."""
-    result = execute(run, place, inputs)
-    write(result, file)
-    return result
+def carried_out(runs: list[Run], place: Place, inputs: Mapping[str, str], files: list[Path]) -> Result:
+    """In a worker: train, measure, and keep the results; one that failed, or else the first, is told."""
+    results = execute_together(runs, place, inputs)
+    for result, file in zip(results, files, strict=True):
+        write(result, file)
+    return next((result for result in results if result.failed), results[0])
+
+
+def label_of(runs: list[Run]) -> str:
+    return runs[0].label if len(runs) == 1 else f"{runs[0].label} and {len(runs) - 1} seeds with it"
 
 
 def packed(folder: Path, archive: Path) -> None:
@@ -76,10 +82,11 @@ def main() -> int:
 
     begun = time.monotonic()
     todo = planned(options.plan.read_text(), ["--out", str(options.out), *common])
-    print(f"{len(todo)} runs, {options.jobs} at once", flush=True)
+    print(f"{sum(len(runs) for _, runs in todo)} runs, {options.jobs} at once", flush=True)
     workers = ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"))
     running = {
-        workers.submit(carried_out, run, plan.place, plan.inputs, plan.file(run)): run.label for plan, run in todo
+        workers.submit(carried_out, runs, plan.place, plan.inputs, [plan.file(run) for run in runs]): label_of(runs)
+        for plan, runs in todo
     }
     left = set(running)
     while left and (spare := options.limit - (time.monotonic() - begun)) > 0:

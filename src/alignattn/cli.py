@@ -51,7 +51,8 @@ def _demo(options: argparse.Namespace) -> int:
         from alignattn import demo
     except ImportError as error:
         raise AlignmentError(f"The demo needs {error.name}: pip install 'alignattn[demo]'") from error
-    print(demo.run(options.out, seeds=options.seeds, steps=options.steps, workers=options.workers))
+    settings = {"seeds": options.seeds, "steps": options.steps, "workers": options.workers}
+    print(demo.run(options.out, graph=options.graph, **settings))
     return 0
 
 
@@ -241,7 +242,8 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="a small vision transformer on digits, soft and aligned, in two minutes")
     demo.set_defaults(handler=_demo)
-    demo.add_argument("--seeds", type=at_least_one, default=5, help="runs of each method (default: %(default)s)")
+    demo.add_argument("--graph", action="store_true", help="a GAT on a graph made of a seed instead, in a minute")
+    demo.add_argument("--seeds", type=at_least_one, help="runs of each method (default: 5, with --graph 3)")
     demo.add_argument("--steps", type=at_least_one, help="training steps a run (default: the recipe's)")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder to fill (default: %(default)s)")
     demo.add_argument("--workers", type=at_least_one, help="processes (default: one a core, two at most)")

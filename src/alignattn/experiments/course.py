@@ -16,6 +16,7 @@ class Course:
     figures: list[dict[str, float]] = field(default_factory=list)  # one for each entry of the curve, if it is aligned
     seconds: float = 0.0
     step_seconds: float = 0.0  # median
+    told: dict[str, Any] = field(default_factory=dict)  # what else a result file is to say
 
     def tell(self, logs: Mapping[str, float]) -> None:
         """What the logs say of the alignment by now."""
@@ -26,7 +27,7 @@ class Course:
         curve = [[step, round(task, 5), round(align, 5)] for step, task, align in self.curve]
         names = [name for name in FIGURES if any(name in one for one in self.figures)]
         figures = {name: [_rounded(one.get(name, math.nan)) for one in self.figures] for name in names}
-        return {"curve": curve, **({"figures": figures} if figures else {})}
+        return {"curve": curve, **({"figures": figures} if figures else {}), **self.told}
 
 
 def _rounded(value: float) -> float:

@@ -4,6 +4,7 @@ An executor takes runs and yields each with its result, in whatever order they e
 processes of one machine in pool.py, on a cluster in cluster.py. Result files are written here alone.
 """
 
+import itertools
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
@@ -14,11 +15,12 @@ from tqdm import tqdm
 
 from alignattn.errors import DataError
 from alignattn.experiments.recipe import Recipe, Run
-from alignattn.experiments.tasks import TASKS
-from alignattn.experiments.training import Place, Progress, execute, task_of, train
+from alignattn.experiments.tasks import TASKS, SeedsAtOnce
+from alignattn.experiments.training import Place, Progress, execute, execute_together, task_of, train
 from alignattn.results import Result, read, write
 
 PROBE_STEPS = 8
+SEEDS = 32  # in one model, at most
 
 Executor = Callable[[Sequence[Run], Place, Mapping[str, str], Progress], Generator[tuple[Run, Result], None, None]]
 
@@ -26,9 +28,29 @@ Executor = Callable[[Sequence[Run], Place, Mapping[str, str], Progress], Generat
 def one_after_another(
     runs: Sequence[Run], place: Place, inputs: Mapping[str, str], progress: Progress
 ) -> Generator[tuple[Run, Result], None, None]:
-    """The executor that needs nothing: this process."""
+    """The executor that needs nothing: this process. Seeds that one model can hold are trained at once."""
+    for some in at_once(runs, place):
+        if len(some) == 1:
+            yield some[0], execute(some[0], place, inputs, progress)
+        else:
+            yield from zip(some, execute_together(some, place, inputs, progress), strict=True)
+
+
+def at_once(runs: Sequence[Run], place: Place, most: int = SEEDS) -> list[list[Run]]:
+    """The runs of a recipe, those together that are trained as one model: they differ in their seeds alone.
+
+    On a CPU, which the model of one seed fills, each run stands alone. So does one whose weight is chosen by looking at
+    gradients: it would look at those of all seeds.
+    """
+    if place.torch_device().type == "cpu" or not all(issubclass(TASKS[r.recipe.task], SeedsAtOnce) for r in runs):
+        return [[run] for run in runs]
+    alike: dict[object, list[Run]] = {}
     for run in runs:
-        yield run, execute(run, place, inputs, progress)
+        alone = run.seed if isinstance(run.weight, str) else None
+        alike.setdefault((run.method, run.weight, alone), []).append(run)
+    parts = [[some[i : i + most] for i in range(0, len(some), most)] for some in alike.values()]
+    in_turn = itertools.zip_longest(*parts)  # every method has its first seeds before any has its next ones
+    return [part for turn in in_turn for part in turn if part is not None]
 
 
 @dataclass(frozen=True)

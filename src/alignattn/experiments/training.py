@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from alignattn.alignment import Alignment, align
 from alignattn.coordinates import rebase
 from alignattn.errors import ConfigError, NonFiniteError
-from alignattn.experiments import provenance
+from alignattn.experiments import provenance, seeds_at_once
 from alignattn.experiments.course import Course
 from alignattn.experiments.recipe import Run
-from alignattn.experiments.tasks import TASKS, Task
+from alignattn.experiments.tasks import TASKS, SeedsAtOnce, Task
 from alignattn.results import Result
 from alignattn.weights import Ramp
 
@@ -63,13 +63,31 @@ class Place:
 
 def execute(run: Run, place: Place, inputs: Mapping[str, str], progress: Progress = nobody) -> Result:
     """Train and measure; an error becomes a result that tells it."""
-    outcome: dict[str, Any]
+    return execute_together([run], place, inputs, progress)[0]
+
+
+def execute_together(
+    runs: Sequence[Run], place: Place, inputs: Mapping[str, str], progress: Progress = nobody
+) -> list[Result]:
+    """The same for runs that differ in their seeds alone; where one of them fails, each is tried by itself."""
+    done = 0
+
+    def count(steps: int) -> None:
+        nonlocal done
+        done += steps
+        progress(steps)
+
+    outcomes: list[dict[str, Any]]
     try:
         memory = provenance.PeakMemory(place.torch_device())
-        outcome = {**measure(train(run, place, progress)), "peak_memory": memory.read()}
+        trained = train_together(runs, place, count)
+        outcomes = [{**measure(one), "peak_memory": memory.read()} for one in trained]
     except Exception as error:  # noqa: BLE001  # one run's failure, whatever it is, must not cost the others
-        outcome = {"error": _told(error)}
-    return _result(run, place, inputs, **outcome)
+        if len(runs) > 1:
+            progress(-done)
+            return [execute(run, place, inputs, progress) for run in runs]
+        outcomes = [{"error": _told(error)}]
+    return [_result(run, place, inputs, **outcome) for run, outcome in zip(runs, outcomes, strict=True)]
 
 
 def lost(run: Run, place: Place, inputs: Mapping[str, str], why: str) -> Result:
@@ -108,9 +126,38 @@ class Trained:
 
 def train(run: Run, place: Place, progress: Progress = nobody, *, limit: int | None = None) -> Trained:
     """The training alone; the model comes back plain, in eval mode. `limit` ends it early, for a look at its pace."""
+    return train_together([run], place, progress, limit=limit)[0]
+
+
+def train_together(
+    runs: Sequence[Run], place: Place, progress: Progress = nobody, *, limit: int | None = None
+) -> list[Trained]:
+    """The same for runs that differ in their seeds alone: as one model, where the task can do that."""
     if place.threads is not None:
         torch.set_num_threads(place.threads)
-    task = task_of(run, place)
+    task = task_of(runs[0], place)
+    if isinstance(task, SeedsAtOnce):
+        return _seeds_at_once(runs, task, progress, limit)
+    return [_alone(run, task, progress, limit) for run in runs]
+
+
+def _seeds_at_once(runs: Sequence[Run], task: SeedsAtOnce, progress: Progress, limit: int | None) -> list[Trained]:
+    run = runs[0]
+    alignment, most = None, None
+    if run.weight is not None:
+        settings = run.recipe.align
+        if settings.rebase:
+            raise ConfigError("align.rebase is for attention that multiplies queries and keys; GAT's adds them up.")
+        options = {**settings.options_for(run.method), "add_to_outputs": False}
+        if not isinstance(run.weight, str):
+            most = options.pop("max_tokens", None)  # drawn by each seed for itself
+        alignment = Alignment(run.method, _weight(run, task), settings.preset, **options)
+    fitted = seeds_at_once.fit(task, [one.seed for one in runs], alignment, progress, most=most, limit=limit)
+    courses = enumerate(fitted.courses)
+    return [Trained(task, task.only(fitted.models, place), course) for place, course in courses]
+
+
+def _alone(run: Run, task: Task, progress: Progress, limit: int | None) -> Trained:
     torch.manual_seed(run.seed)
     model = task.make_model().train()
     if run.recipe.align.rebase and run.weight is not None:
@@ -155,10 +202,13 @@ def _aligned(run: Run, task: Task, model: nn.Module) -> Alignment | None:
     settings = run.recipe.align
     if run.weight is None:
         return None
-    ramp = round(settings.ramp * run.recipe.train.steps_for(task.samples))
-    weight = Ramp(run.weight, ramp) if ramp and isinstance(run.weight, float) else run.weight
     options = {**settings.options_for(run.method), "add_to_outputs": False}
-    return align(model, run.method, weight, settings.preset, **options)
+    return align(model, run.method, _weight(run, task), settings.preset, **options)
+
+
+def _weight(run: Run, task: Task) -> float | str | Ramp | None:
+    ramp = round(run.recipe.align.ramp * run.recipe.train.steps_for(task.samples))
+    return Ramp(run.weight, ramp) if ramp and isinstance(run.weight, float) else run.weight
 
 
 def _loop(

@@ -3,9 +3,15 @@
 from collections.abc import Mapping
 
 from alignattn.experiments.tasks.digits import Digits
-from alignattn.experiments.tasks.task import Task
+from alignattn.experiments.tasks.graph import BlockClassification, NodeClassification
+from alignattn.experiments.tasks.task import SeedsAtOnce, Task
 from alignattn.experiments.tasks.text import TextClassification
 
-TASKS: Mapping[str, type[Task]] = {"digits": Digits, "text": TextClassification}
+TASKS: Mapping[str, type[Task]] = {
+    "blocks": BlockClassification,
+    "digits": Digits,
+    "graph": NodeClassification,
+    "text": TextClassification,
+}
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "SeedsAtOnce", "Task"]

@@ -1,7 +1,7 @@
 """Task: what the runner asks of an experiment. It owns the data; models are made anew for each run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.experiments.settings import TrainSettings
+
+Watch = Callable[[str, Tensor, Tensor], None]  # layer, queries and keys [seeds, h, n, d]
 
 
 @dataclass
@@ -27,10 +29,9 @@ class Task(ABC):
 
     data_settings: ClassVar[type]
     model_settings: ClassVar[type]
+    train_settings: ClassVar[type] = TrainSettings
 
-    def __init__(
-        self, data: Any, model: Any, train: TrainSettings, *, data_dir: Path | None, device: torch.device
-    ) -> None:
+    def __init__(self, data: Any, model: Any, train: Any, *, data_dir: Path | None, device: torch.device) -> None:
         self.data, self.model, self.train, self.device = data, model, train, device
         self.read(data_dir)
 
@@ -68,6 +69,39 @@ class Task(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Measured:
         """Everything that is measured of a trained model, in eval mode and without gradients."""
+
+
+class SeedsAtOnce(Task):
+    """A task small enough for models of many seeds to be trained as one: all data in every step, early stopping.
+
+    Each seed's figures stand in a row of their own, and depend on no other seed.
+    """
+
+    @abstractmethod
+    def make_models(self, seeds: Sequence[int]) -> nn.Module:
+        """Models of these seeds, on the device; every parameter has a leading axis of seeds."""
+
+    @abstractmethod
+    def losses(self, models: nn.Module, watch: Watch | None = None) -> Tensor:
+        """The task's own loss of each seed; `watch` is shown the queries and keys of each layer."""
+
+    @abstractmethod
+    def validate(self, models: nn.Module) -> tuple[Tensor, Tensor]:
+        """Loss and accuracy of each seed on validation data."""
+
+    @abstractmethod
+    def only(self, models: nn.Module, place: int) -> nn.Module:
+        """The model of one seed alone, to be evaluated."""
+
+    def make_model(self) -> nn.Module:
+        return self.make_models((torch.initial_seed(),))
+
+    def batches(self, seed: int) -> Iterator[None]:
+        while True:
+            yield None
+
+    def loss(self, model: nn.Module, batch: None) -> Tensor:
+        return self.losses(model).sum()
 
 
 def shuffled(samples: int, batch: int, seed: int) -> Iterator[Tensor]:

@@ -296,6 +296,8 @@ def test_what_is_shown_of_a_data_set_is_short(tmp_path):
 
 def test_the_standard_library_suffices():
     for file in Path(alignattn.datasets.__file__).parent.glob("*.py"):
+        if file.stem == "graphs":  # which are read by PyG
+            continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]

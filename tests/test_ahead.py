@@ -21,9 +21,11 @@ def run(method, *, ahead, steps=STEPS, given=lambda step: {}, samples=lambda ste
     if not ahead:
         alignment.objective.ahead.learn = lambda *_: None
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    early = []
+    early, records = [], []
+    model.bert.embeddings.register_forward_hook(lambda *_: records.append(recorder.records))
     last = model.bert.encoder.layer[-1].output  # behind all attention, and before the loss is put together
     last.register_forward_hook(lambda *_: early.append(recorder.played))
+    last.register_forward_hook(lambda *_: records.append(recorder.records))
     losses = []
     for step in range(steps):
         before = recorder.played
@@ -33,6 +35,7 @@ def run(method, *, ahead, steps=STEPS, given=lambda step: {}, samples=lambda ste
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    assert records[::2] == records[1::2]  # none was made within a forward
     return model, losses, early
 
 

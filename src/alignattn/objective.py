@@ -190,9 +190,14 @@ class Objective:
 
     def _matched_ahead(self, number: int, records: list[QueryKey], plan: Plan) -> _Together | None:
         shares = [plan.shares[place] for place in plan.parts[number]]
-        return self._replayed(number, self._stack(list(range(len(records))), records, shares), (), plan.scale)
+        stack = self._stack(list(range(len(records))), records, shares)
+        self.matcher.asked = False  # what is looked at is not matched ahead
+        # Nothing is recorded within a user's forward.
+        return self._replayed(number, stack, (), plan.scale, records=False)
 
-    def _replayed(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together | None:
+    def _replayed(
+        self, number: int, stack: Stack, watchers: Watchers, scale: float, *, records: bool = True
+    ) -> _Together | None:
         """By a record of this matching, where there is one."""
         if len(self._replays) <= number:
             self._replays.append(Replays(self.matcher, self.recorder, self._pool))
@@ -211,6 +216,7 @@ class Objective:
             lambda query, key: self._show(stack, query, key, watchers),
             of_query=of_query,
             of_key=of_key,
+            records=records,
         )
         if found is None:
             return None

@@ -70,3 +70,17 @@ def test_the_recipe_in_the_guide_is_one(tmp_path):
     recipe = load(str(tmp_path / "mine.toml"))
     assert recipe.train.steps == 500 and len(recipe.runs()) == 5 * (1 + 2 * 2)
     assert recipe.align.config("ot", None).matcher.epsilon == 0.1
+
+
+def test_the_diagnosis_in_the_guide_is_what_its_files_say():
+    from alignattn.diagnosis import result
+    from alignattn.diagnosis.side_by_side import compare_diagnoses
+
+    page = " ".join((ROOT / "docs" / "guide" / "diagnose.md").read_text().split())
+    soft, aligned = (
+        result.read(ROOT / "results" / "diagnosis" / f"minilm-sst2-{name}.json") for name in ("soft", "ot")
+    )
+    assert all(words in page for words in soft.words[:3])
+    told = " ".join(compare_diagnoses(soft, aligned).words)
+    for figure in ("26.351", "2.574", "72 of 72", "68 of 72"):
+        assert figure in told and figure.split(" of")[0] in page

@@ -27,7 +27,6 @@ from alignattn.distances import Distances
 from alignattn.errors import CaptureError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
-from alignattn.matching.conditional import along
 from alignattn.matching.matcher import Matcher
 from alignattn.replay import Lease, Pool, Recorder, Replays
 from alignattn.stacks import Stack, stacked, together
@@ -238,7 +237,7 @@ class Objective:
         acting = self._acting(stack) * scale
         in_place = len(stack.places) > 1  # they were copied together, for us alone
         given = query, key, *masks, stack.names, acting
-        with along(self.matcher, stack.edges):
+        with self.matcher.along(stack.edges):
             found = differentiate(self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place)
         values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
         return _Together(values, found.query, found.key, found.networks)
@@ -280,7 +279,7 @@ class Objective:
             stack = self._stack(places, rows, shares)
             query, key = stack.query, stack.key
             self._show(stack, query, key, (self.finite, *watchers))
-            with along(self.matcher, stack.edges):
+            with self.matcher.along(stack.edges):
                 losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
             found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
         values = [found[place] for place in range(len(records))]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
-from alignattn.matching.conditional import Edges, follows_edges
-from alignattn.matching.matcher import Matcher
+from alignattn.matching.matcher import Edges, Matcher
 
 PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
 
@@ -50,7 +49,7 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
     for place, record in enumerate(records):
         query, key = record.query, record.key
         apart = not torch.compiler.is_compiling() and query.device.type == "cpu" and matcher.is_separable()
-        if apart or follows_edges(matcher):  # edges may be others in each layer
+        if apart or matcher.follows_edges():  # edges may be others in each layer
             groups.append((None, [place]))
             continue
         bank = matcher.bank(record.name, query.shape[-1])

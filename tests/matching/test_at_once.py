@@ -120,8 +120,9 @@ def test_a_class_that_does_something_else_has_to_say_that_it_is_separable():
     class Renamed(OfOnesOwn):
         pass
 
-    assert OfOnesOwn.is_separable() and Renamed.is_separable() and not Another.is_separable()
-    assert all(matcher.is_separable() for matcher, _ in METHODS.values()) and not Matcher.is_separable()
+    kinds = OfOnesOwn(), Renamed(), Another(), Matcher(MatcherConfig())
+    assert [matcher.is_separable() for matcher in kinds] == [True, True, False, False]
+    assert all(kind(config()).is_separable() for kind, config in METHODS.values())
 
 
 @pytest.mark.parametrize("method", ["gan", "ct"])

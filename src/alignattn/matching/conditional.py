@@ -12,8 +12,6 @@ same; no n×m matrix exists. Short problems on a CPU are computed by matrices al
 can follow its edges (neighbourhoods.py).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -26,7 +24,7 @@ from torch import Tensor
 from alignattn.errors import CaptureError, ConfigError, ShapeError, checked
 from alignattn.matching import kernels, plans
 from alignattn.matching.ascent import ascending
-from alignattn.matching.matcher import Matcher, NetworkConfig
+from alignattn.matching.matcher import Edges, Matcher, NetworkConfig
 from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
@@ -38,8 +36,6 @@ from alignattn.matching.tokens import (
     without_empty,
     zero_where_empty,
 )
-
-Edges = tuple[Tensor, Tensor]  # places of queries and of keys
 
 WIDEST = 64  # features for which there are kernels
 LARGEST_FEATURE = 1e6  # of the navigator: beyond it the choice is as sharp as fp32 can tell, and products stay finite
@@ -162,19 +158,16 @@ class ConditionalMatcher(Matcher):
     config: ConditionalConfig
     separable = separable_by_heads = replayable = True
 
-    def __init__(self, config: ConditionalConfig, *, seed: int = 0) -> None:
-        super().__init__(config, seed=seed)
-        self.edges: Edges | None = None  # of the call that is being matched
-        if self.follows_edges:  # which count through all samples, and may be others each time
-            self.is_separable = self.is_replayable = self._no  # type: ignore[method-assign]
-
-    @property
     def follows_edges(self) -> bool:
-        """Whether it must be told the edges of what it matches (`along`)."""
         return self.config.matched_over == "neighbourhoods"
 
-    def _no(self) -> bool:
-        return False
+    def is_separable(self) -> bool:
+        """Edges count through all samples."""
+        return not self.follows_edges() and super().is_separable()
+
+    def is_replayable(self) -> bool:
+        """Edges may be others each time."""
+        return not self.follows_edges() and super().is_replayable()
 
     def is_separable_by_heads(self) -> bool:
         """Not where they are transported to each other."""
@@ -203,7 +196,7 @@ class ConditionalMatcher(Matcher):
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
         if config.normalise_navigator:
             navigators = direction(navigators[0]), direction(navigators[1])
-        if self.follows_edges:
+        if self.follows_edges():
             return neighbourhood_transport(*critics, *navigators, self._edges_of(names), cost=config.critic_cost)
         if config.transported == "heads":
             return self._over_heads(critics, navigators, query_mask, key_mask)
@@ -241,25 +234,6 @@ class ConditionalMatcher(Matcher):
         masks = [mask for mask in (query_mask, key_mask) if mask is not None]
         valid = torch.stack(masks).all(0) if masks else None
         return masked_mean(losses[:, None], valid).expand(-1, heads)
-
-
-@contextmanager
-def along(matcher: Matcher, edges: Edges | None) -> Iterator[None]:
-    """What is matched within has these edges, if anybody asks."""
-    if not follows_edges(matcher):
-        yield
-        return
-    assert isinstance(matcher, ConditionalMatcher)
-    matcher.edges = edges
-    try:
-        yield
-    finally:
-        matcher.edges = None
-
-
-def follows_edges(matcher: Matcher) -> bool:
-    """Whether it matches neighbours alone."""
-    return isinstance(matcher, ConditionalMatcher) and matcher.follows_edges
 
 
 @torch.no_grad()

@@ -4,7 +4,8 @@ A *problem* is one sample in one head of one attention call. Calls of one shape 
 where the method has any, are rows of one bank of weights. A matcher knows tensors and layer names, never models.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -17,6 +18,8 @@ from alignattn.matching import kernels
 from alignattn.matching.networks import Rows
 from alignattn.matching.scale import standardise
 from alignattn.matching.tokens import blank_padding, full_precision
+
+Edges = tuple[Tensor, Tensor]  # of a graph: places of queries, and of the keys they attend to
 
 FINITE_INPUT = (
     1e9  # networks see entries clipped here: nothing is learnt from larger ones, and fp32 products stay finite
@@ -76,6 +79,7 @@ class Matcher(nn.Module):
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.asked = False  # for figures that logs show
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
+        self.edges: Edges | None = None  # of the call that is being matched
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
@@ -104,14 +108,13 @@ class Matcher(nn.Module):
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
 
-    @classmethod
-    def is_separable(cls) -> bool:
+    def is_separable(self) -> bool:
         """Whether samples and layers know nothing of each other, and may be matched apart.
 
         Said by `separable = True` in the class that defines `losses`: one that inherits it and does something else
         has not said so.
         """
-        return cls._says("separable")
+        return self._says("separable")
 
     def is_separable_by_heads(self) -> bool:
         """Whether heads know nothing of each other either. Said by `separable_by_heads = True`, likewise."""
@@ -124,9 +127,21 @@ class Matcher(nn.Module):
         """
         return self._says("replayable")
 
-    @classmethod
-    def _says(cls, word: str) -> bool:
-        for kind in cls.__mro__:
+    def follows_edges(self) -> bool:
+        """Whether it matches along the edges of a graph (`edges`), one call at a time. Not unless a method does."""
+        return False
+
+    @contextmanager
+    def along(self, edges: Edges | None) -> Iterator[None]:
+        """What is matched within has these edges."""
+        self.edges = edges
+        try:
+            yield
+        finally:
+            self.edges = None
+
+    def _says(self, word: str) -> bool:
+        for kind in type(self).__mro__:
             if own := {"losses", "forward", word} & vars(kind).keys():
                 return word in own and bool(vars(kind)[word])
         return False

@@ -150,23 +150,14 @@ def _evaluate(
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
-    if typical != "median" and kernels.serve(query) and kernels.serve(key):
+    if kernels.serve(query) and kernels.serve(key):
         from alignattn.matching.kernels.discrepancy import discrepancy
 
-        steepest = torch.finfo(torch.float32).max  # of a bandwidth beside which every distance is infinite
-        sharpness = 0.0 if typical else min(0.5 / bandwidth**2, steepest)
-        inverse = None if typical else query.new_full((query.shape[0] * query.shape[1],), sharpness)
+        inverse = _inverse_for_kernels(query, key, query_mask, key_mask, typical, bandwidth)
         how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
         return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
     samples, heads, ends = query.shape[0], query.shape[1], (query.shape[2], query.shape[2] + key.shape[2])
-    sides = ((query, query_mask), (key, key_mask))
-    tokens = torch.cat([cleared(side, mask) for side, mask in sides], 2).flatten(0, 1)  # (p, t, d): queries, then keys
-    weight = torch.cat([_weights(side, mask, tokens.dtype) for side, mask in sides], 1)  # (p, t)
-    # The kernel sees differences alone. Around the mean, over the largest entry, squares cannot overflow.
-    peak = torch.maximum(tokens.amax((1, 2)), -tokens.amin((1, 2))).clamp_min(1.0)
-    tokens /= peak[:, None, None]
-    tokens -= (tokens.sum(1) / weight.sum(-1, keepdim=True).clamp_min(1))[:, None]
-    squares = tokens.square().sum(-1)
+    tokens, squares, weight, peak = _placed(query, key, query_mask, key_mask)
     if typical:
         inverse = 1 / _typical_square(tokens, squares, weight, typical)
     else:  # beyond 1e8 s every distance that is not zero has kernel zero
@@ -198,6 +189,40 @@ def _evaluate(
         losses += loss
         gradients.append(gradient.div_(peak[:, None, None]).unflatten(0, (samples, heads)))
     return losses.view(samples, heads), gradients[0], gradients[1]
+
+
+def _placed(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Float[Tensor, "p t d"], Float[Tensor, "p t"], Float[Tensor, "p t"], Float[Tensor, " p"]]:
+    """Queries, then keys, of each problem; their squares; which of them count; and what they were divided by.
+
+    The kernel sees differences alone. Around the mean, over the largest entry, squares cannot overflow.
+    """
+    sides = ((query, query_mask), (key, key_mask))
+    tokens = torch.cat([cleared(side, mask) for side, mask in sides], 2).flatten(0, 1)
+    weight = torch.cat([_weights(side, mask, tokens.dtype) for side, mask in sides], 1)
+    peak = torch.maximum(tokens.amax((1, 2)), -tokens.amin((1, 2))).clamp_min(1.0)
+    tokens /= peak[:, None, None]
+    tokens -= (tokens.sum(1) / weight.sum(-1, keepdim=True).clamp_min(1))[:, None]
+    return tokens, tokens.square().sum(-1), weight, peak
+
+
+def _inverse_for_kernels(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    typical: str,
+    bandwidth: float,
+) -> Float[Tensor, " p"] | None:
+    """1/(2 s²) of each problem; None: of the mean, which kernels find themselves."""
+    if typical == "mean":
+        return None
+    if typical == "median":
+        tokens, squares, weight, peak = _placed(query, key, query_mask, key_mask)
+        return 1 / (_typical_square(tokens, squares, weight, typical).double() * peak.double().square())
+    steepest = torch.finfo(torch.float32).max  # of a bandwidth beside which every distance is infinite
+    return query.new_full((query.shape[0] * query.shape[1],), min(0.5 / bandwidth**2, steepest))
 
 
 def _weights(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None, dtype: torch.dtype) -> Tensor:

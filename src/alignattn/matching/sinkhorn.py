@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -58,12 +58,17 @@ class Problems:
         return Problems(*(tensor.detach() for tensor in self.tensors()), products=self.products)
 
 
+Solved = tuple[Float[Tensor, "p n"], Float[Tensor, "p m"], Int[Tensor, " p"]]
+
+
 @runtime_checkable
 class Scores(Protocol):
-    """x·y/epsilon of some problems, and the sums that Sinkhorn takes of it."""
+    """x·y/epsilon of some problems, and what Sinkhorn takes of it."""
 
-    def log_sum(self, potential: Tensor, done: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-        """Log-sum-exp of potential and scores, along rows or columns."""
+    def solve(
+        self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
+    ) -> Solved:
+        """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
 
     def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Sums of the plan's rows and what they carry; the same of columns."""
@@ -79,7 +84,38 @@ def _scores(problems: Problems) -> Scores:
     return StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
 
 
-class _Scores:
+class _Iterated:
+    """Sinkhorn's iterations, of log-sums along rows and columns."""
+
+    def log_sum(self, potential: Tensor, *, transposed: bool = False) -> Tensor:
+        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key."""
+        raise TypeError(f"{type(self).__name__} must define log_sum().")
+
+    def solve(
+        self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
+    ) -> Solved:
+        """Each iteration sets f, then g, so that the columns are right and the rows tell the error. The next f tells
+        it for free: the row sums of a plan are a_i exp(f_i - f_i'). A problem that is within the tolerance moves no
+        more, so its result does not depend on the others in its chunk.
+        """
+        traced = torch.compiler.is_compiling()  # cannot look; nothing moves once all are done
+        valid, f = log_a.isfinite(), log_a
+        done = torch.zeros_like(g[:, 0], dtype=torch.bool)
+        iterations = torch.zeros_like(done, dtype=torch.int64)
+        for iteration in range(max_iterations):
+            new_f = log_a - self.log_sum(g)
+            if iteration:
+                off = torch.expm1((f - new_f).detach().masked_fill(~valid, 0.0)).abs().amax(-1)
+                done = done | (off <= tolerance)
+                if not traced and iteration % look_every == 0 and done.all():
+                    break
+            f = torch.where(done[:, None], f, new_f)
+            g = torch.where(done[:, None], g, log_b - self.log_sum(f, transposed=True))
+            iterations += ~done
+        return f, g, iterations
+
+
+class _Scores(_Iterated):
     """With matrices: of a chunk of problems.
 
     If one tile holds it, it is kept, once for each direction: a log-sum-exp along rows that lie whole in memory is
@@ -105,13 +141,7 @@ class _Scores:
             return self.kept[transposed]
         return self.y[:, rows] @ self.x.mT if transposed else self.x[:, rows] @ self.y.mT
 
-    def log_sum(
-        self, potential: Float[Tensor, "p c"], done: Bool[Tensor, " p"] | None = None, *, transposed: bool = False
-    ) -> Float[Tensor, "p r"]:
-        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key.
-
-        Nobody looks at it where a problem is done.
-        """
+    def log_sum(self, potential: Float[Tensor, "p c"], *, transposed: bool = False) -> Float[Tensor, "p r"]:
         tiles = self.tiles(transposed=transposed)
         parts = [torch.logsumexp(self.tile(t, transposed=transposed) + potential[:, None, :], -1) for t in tiles]
         return torch.cat(parts, 1)
@@ -131,7 +161,7 @@ class _Scores:
         return (rows, to_keys), (columns, to_queries)
 
 
-class _Exponentials:
+class _Exponentials(_Iterated):
     """The same on a CPU, with one exponential of each score for all iterations: K = exp(x·y/epsilon - largest of row).
 
     A log-sum-exp is then the logarithm of a product of K and a vector. What vanishes in K or in the vector is below
@@ -148,10 +178,7 @@ class _Exponentials:
         self.kernel = scores.sub_(self.largest[..., None]).exp_()
         self.exact: _Scores | None = None
 
-    def log_sum(
-        self, potential: Float[Tensor, "p c"], done: Bool[Tensor, " p"] | None = None, *, transposed: bool = False
-    ) -> Float[Tensor, "p r"]:
-        """As _Scores has it."""
+    def log_sum(self, potential: Float[Tensor, "p c"], *, transposed: bool = False) -> Float[Tensor, "p r"]:
         if self.exact is None:
             shifted = potential + self.largest if transposed else potential
             most = shifted.amax(-1, keepdim=True)
@@ -161,7 +188,7 @@ class _Exponentials:
                 return sums.log() + most if transposed else sums.log() + most + self.largest
             self._give_up()
         assert self.exact is not None
-        return self.exact.log_sum(potential, done, transposed=transposed)
+        return self.exact.log_sum(potential, transposed=transposed)
 
     def carry(
         self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]
@@ -189,33 +216,11 @@ class _Exponentials:
         del self.kernel
 
 
-def _sinkhorn(
-    problems: Problems, scores: "Scores", max_iterations: int, tolerance: float
-) -> tuple[Float[Tensor, "p n"], Float[Tensor, "p m"], Int[Tensor, " p"]]:
-    """Potentials f and g, and the number of iterations each problem took.
-
-    Each iteration sets f, then g, so that the columns are right and the rows tell the error. The next f tells it for
-    free: the row sums of a plan are a_i exp(f_i - f_i'). A problem that is within the tolerance moves no more, so its
-    result does not depend on the others in its chunk.
-    """
+def _sinkhorn(problems: Problems, scores: "Scores", max_iterations: int, tolerance: float) -> Solved:
+    """Potentials f and g, and the number of iterations each problem took."""
     look_every = 1 if problems.x.device.type == "cpu" else LOOK_EVERY
-    traced = torch.compiler.is_compiling()  # cannot look; nothing moves once all are done
-    valid = problems.log_a.isfinite()
-    done = torch.zeros_like(problems.epsilon, dtype=torch.bool)
-    iterations = torch.zeros_like(done, dtype=torch.int64)
-    f = problems.log_a
     g = problems.log_b - problems.beta / problems.epsilon[:, None]  # potential zero
-    for iteration in range(max_iterations):
-        new_f = problems.log_a - scores.log_sum(g, done)
-        if iteration:
-            off = torch.expm1((f - new_f).detach().masked_fill(~valid, 0.0)).abs().amax(-1)
-            done = done | (off <= tolerance)
-            if not traced and iteration % look_every == 0 and done.all():
-                break
-        f = torch.where(done[:, None], f, new_f)
-        g = torch.where(done[:, None], g, problems.log_b - scores.log_sum(f, done, transposed=True))
-        iterations += ~done
-    return f, g, iterations
+    return scores.solve(problems.log_a, problems.log_b, g, max_iterations, tolerance, look_every)
 
 
 def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:

@@ -16,7 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
+from alignattn.matching.kernels.tiles import (
+    TILE,
+    as_bytes,
+    as_products_see,
+    launch,
+    read,
+    spread,
+    total,
+    valid_rows,
+    width_of,
+    write,
+)
 
 FACTORS = 5  # of a problem: its size, r, a of queries and of keys, c
 
@@ -95,6 +106,7 @@ def _toward(
         kernel = tl.exp2(tl.minimum(product + height[:, None] + across[None, :], 0.0))
         if OWN != "as it is":  # known, and a product of parts would round it
             kernel = tl.where((i[:, None] == j[None, :]) & valid[None, :], 1.0 if OWN == "one" else 0.0, kernel)
+        kernel = as_products_see(kernel, PRECISION)
         summed += tl.sum(kernel, 1)
         if WITH_GRADIENT:
             pulled += tl.dot(kernel, other, input_precision=PRECISION)

@@ -10,18 +10,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
+from alignattn.matching.kernels import products_for
+from alignattn.matching.kernels.tiles import (
+    TILE,
+    as_bytes,
+    as_products_see,
+    launch,
+    read,
+    spread,
+    total,
+    valid_rows,
+    width_of,
+    write,
+)
 
 
 @triton.jit
 def _scaled(
     tokens, mask, out, mean, inverse, problem, sample, count, d,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
         valid = valid_rows(mask, sample, i, count, MASKED)
         values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) * inverse
+        values = as_products_see(values, PRECISION)
         write(out, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
 
 
@@ -29,6 +42,7 @@ def _scaled(
 def _forward(
     query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d, least,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     sample = problem // heads
@@ -41,8 +55,8 @@ def _forward(
     factor = (1.0 / tl.sqrt(squares / (count * d) + least)).to(tl.float32)
     tl.store(inverse + problem, factor)
     tl.store(counts + problem, count.to(tl.float32))
-    _scaled(query, query_mask, out_query, mean, factor, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-    _scaled(key, key_mask, out_key, mean, factor, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    _scaled(query, query_mask, out_query, mean, factor, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED, PRECISION)
+    _scaled(key, key_mask, out_key, mean, factor, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED, PRECISION)
 
 
 @triton.jit
@@ -94,13 +108,17 @@ def _backward(
 def forward(
     query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, least: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Standardised queries and keys [p, h, tokens, d] in single precision; 1/deviation and valid tokens, [p, h]."""
+    """Standardised queries and keys [p, h, tokens, d] in single precision; 1/deviation and valid tokens, [p, h].
+
+    Those that came in half precision are rounded to what products will take of them.
+    """
     samples, heads = query.shape[:2]
     scaled = [torch.empty(side.shape, dtype=torch.float32, device=side.device) for side in (query, key)]
     inverse, counts = (torch.empty(samples, heads, dtype=torch.float32, device=query.device) for _ in range(2))
     given = query.contiguous(), key.contiguous(), *as_bytes(query_mask, key_mask, query)
     sizes = heads, query.shape[2], key.shape[2], query.shape[3]
     settings = _shapes(query, query_mask, key_mask)
+    settings["PRECISION"] = products_for(query.dtype, key.dtype)
     launch(_forward, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
     return scaled[0], scaled[1], inverse, counts
 

@@ -1,10 +1,12 @@
-"""What Sinkhorn takes of its scores, streaming: they are made tile by tile in registers, and never stored.
+"""Sinkhorn streaming: scores are made tile by tile in registers, and never stored.
 
-    log sum:  LSE_j(g_j + x_i·y_j / epsilon)
-    carry:    sum_j pi_ij  and  sum_j pi_ij y_j,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
+    half-step:  f_i = log a_i - LSE_j(g_j + x_i·y_j / epsilon)
+    settle:     whether the step before was within the tolerance; if not, the new f is the one
+    carry:      sum_j pi_ij  and  sum_j pi_ij y_j,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
 
-Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. Sums are in
-single precision. Nothing is added atomically: results are the same each time.
+Half-steps and what is carried are of rows; columns are the same with x and y exchanged. A program serves some rows of
+one problem, or settles one. A problem that is done is left alone: its programs end as they begin. Sums are in single
+precision. Nothing is added atomically: results are the same each time.
 """
 
 from typing import Any
@@ -15,14 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.tiles import launch
+from alignattn.matching.kernels.tiles import as_products_see, launch
 
 LARGEST_TILE = 64  # of 64 and 128 the faster on an H200
 
 
 @triton.jit
-def _log_sum(
-    x, y, g, inverse, done, sums, n, m, d, blocks,
+def _half_step(
+    x, y, g, inverse, log_marginal, done, f, n, m, d, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = (tl.program_id(0) // blocks).to(tl.int64)
@@ -46,7 +48,32 @@ def _log_sum(
         finite = tl.where(now == float("-inf"), 0.0, now)
         total = total * tl.exp(largest - finite) + tl.sum(tl.exp(score - finite[:, None]), 1)
         largest = now
-    tl.store(sums + problem * n + i, largest + tl.log(total), mask=i < n)
+    marginal = tl.load(log_marginal + problem * n + i, mask=i < n, other=0.0)
+    tl.store(f + problem * n + i, marginal - (largest + tl.log(total)), mask=i < n)
+
+
+@triton.jit
+def _settle(f, new, log_marginal, done, iterations, n, tolerance, FIRST: tl.constexpr, ROWS: tl.constexpr):
+    problem = tl.program_id(0).to(tl.int64)
+    if tl.load(done + problem) != 0:
+        return
+    if not FIRST:
+        off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
+        for start in range(0, n, ROWS):
+            i = start + tl.arange(0, ROWS)
+            inside = i < n
+            valid = tl.load(log_marginal + problem * n + i, mask=inside, other=float("-inf")) > float("-inf")
+            before = tl.load(f + problem * n + i, mask=valid, other=0.0)
+            after = tl.load(new + problem * n + i, mask=valid, other=0.0)
+            within = tl.abs(tl.exp(before - after) - 1.0) <= tolerance
+            off += (valid & ~within).to(tl.int32)
+        if tl.sum(off, 0) == 0:
+            tl.store(done + problem, 1)
+            return
+    tl.store(iterations + problem, tl.load(iterations + problem) + 1)
+    for start in range(0, n, ROWS):
+        i = start + tl.arange(0, ROWS)
+        tl.store(f + problem * n + i, tl.load(new + problem * n + i, mask=i < n, other=0.0), mask=i < n)
 
 
 @triton.jit
@@ -71,7 +98,7 @@ def _carry(
         other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * scale
-        plan = tl.exp(score + potential[:, None] + across[None, :])
+        plan = as_products_see(tl.exp(score + potential[:, None] + across[None, :]), PRECISION)
         total += tl.sum(plan, 1)
         mean += tl.dot(plan, other, input_precision=PRECISION)
     tl.store(sums + problem * n + i, total, mask=i < n)
@@ -88,19 +115,24 @@ class StreamedScores:
         self.inverse = 1 / epsilon
         self.products = products
         self.largest_tile = largest_tile
-        self.none_done = torch.zeros_like(epsilon, dtype=torch.bool)
 
-    def log_sum(self, potential: Tensor, done: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-        """LSE_j( g_j + x_i·y_j/epsilon ) for each query; transposed: LSE_i( f_i + x_i·y_j/epsilon ) for each key.
-
-        Of problems that are done it is not computed, and zero.
-        """
-        x, y = (self.y, self.x) if transposed else (self.x, self.y)
-        sums = x.new_zeros(x.shape[:2])
-        self._launch(
-            _log_sum, x, y, potential.contiguous(), self.inverse, self.none_done if done is None else done, sums
-        )
-        return sums
+    def solve(
+        self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
+        log_a, log_b, g = log_a.contiguous(), log_b.contiguous(), g.clone(memory_format=torch.contiguous_format)
+        f, new = torch.empty_like(log_a), torch.empty_like(log_a)
+        done = torch.zeros(len(g), dtype=torch.uint8, device=g.device)
+        iterations = torch.zeros(len(g), dtype=torch.int64, device=g.device)
+        rows = min(1024, triton.next_power_of_2(f.shape[1]))
+        for iteration in range(max_iterations):
+            self._launch(_half_step, self.x, self.y, g, self.inverse, log_a, done, new)
+            settings = {"FIRST": iteration == 0, "ROWS": rows}
+            launch(_settle, len(f), f, new, log_a, done, iterations, f.shape[1], tolerance, **settings)
+            if iteration and iteration % look_every == 0 and done.all():
+                break
+            self._launch(_half_step, self.y, self.x, f, self.inverse, log_b, done, g)
+        return f, g, iterations
 
     def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Sums of the plan's rows, and what they carry; the same of columns."""

@@ -115,10 +115,13 @@ def calls(*names, tokens=5, **options):
     ]
 
 
+PARTS = [[0, 1], [2]]
+
+
 def planned():
     asked = []
     ahead = Ahead(lambda number, records, plan: asked.append([record.name for record in records]) or number + 10)
-    ahead.learn(Plan.of(calls("a", "b", "c"), [[0, 1], [2]], [0.2, 0.3, 0.5], 4.0))
+    ahead.learn(Plan.of(calls("a", "b", "c"), PARTS, [0.2, 0.3, 0.5], 4.0))
     return ahead, asked
 
 
@@ -128,8 +131,8 @@ def test_a_part_is_matched_when_its_last_call_is_recorded_and_found_by_the_loss(
     for count, expected in ((1, []), (2, [["a", "b"]]), (3, [["a", "b"], ["c"]])):
         ahead.notice(records[:count])
         assert asked == expected
-    assert ahead.take(records, [0.2, 0.3, 0.5], 4.0) == {0: 10, 1: 11}
-    assert ahead.take(records, [0.2, 0.3, 0.5], 4.0) == {}  # once
+    assert ahead.take(records, PARTS, [0.2, 0.3, 0.5], 4.0) == {0: 10, 1: 11}
+    assert ahead.take(records, PARTS, [0.2, 0.3, 0.5], 4.0) == {}  # once
 
 
 @pytest.mark.parametrize(
@@ -157,11 +160,14 @@ def test_calls_of_another_kind_are_not_matched_ahead(other):
 def test_what_was_matched_ahead_of_another_loss_is_left():
     records, shares = calls("a", "b", "c"), [0.2, 0.3, 0.5]
     for taken in (
-        lambda ahead: ahead.take([replace(records[0]), *records[1:]], shares, 4.0),  # as when weights were put in
-        lambda ahead: ahead.take(records, [0.1, 0.4, 0.5], 4.0),
-        lambda ahead: ahead.take(records, shares, 8.0),
-        lambda ahead: ahead.begin() or ahead.take(records, shares, 4.0),
-        lambda ahead: ahead.learn(None) or ahead.take(records, shares, 4.0),
+        lambda ahead: ahead.take(
+            [replace(records[0]), *records[1:]], PARTS, shares, 4.0
+        ),  # as when weights were put in
+        lambda ahead: ahead.take(records, PARTS, [0.1, 0.4, 0.5], 4.0),
+        lambda ahead: ahead.take(records, PARTS, shares, 8.0),
+        lambda ahead: ahead.take(records, [[0], [1, 2]], shares, 4.0),
+        lambda ahead: ahead.begin() or ahead.take(records, PARTS, shares, 4.0),
+        lambda ahead: ahead.learn(None) or ahead.take(records, PARTS, shares, 4.0),
     ):
         ahead, asked = planned()
         ahead.notice(records[:1])

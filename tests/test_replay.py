@@ -10,6 +10,7 @@ import transformers
 import alignattn
 from alignattn import replay
 from alignattn.config import METHODS, resolve
+from alignattn.counted import Counted
 from alignattn.matching.at_once import differentiate
 
 CONFIG = transformers.BertConfig(
@@ -219,9 +220,11 @@ def test_all_that_changes_from_step_to_step_is_read_anew():
         generator = torch.Generator().manual_seed(step)
         queries, keys = ([torch.randn(3, 2, 6, 4, generator=generator) for _ in range(2)] for _ in range(2))
         masks = [torch.rand(2, 3, 6, generator=generator) < 0.8 for _ in range(2)]
-        outer, acting = torch.rand(2, 3, 2, generator=generator), torch.rand(2, 3, 2, generator=generator)
+        weights = [torch.rand(3, generator=generator) for _ in range(2)]
+        counted = Counted((0.3, 0.7), (2, 3, 2), weights[0].device, weights, torch.rand(2, 1, 2), scale=4.0)
+        outer, acting = counted.in_total(), counted.in_gradient()
         found = replays.match(
-            queries, keys, *masks, ["a", "b"], outer, acting, lambda query, key: None, of_query=True, of_key=True
+            queries, keys, *masks, ["a", "b"], counted, lambda query, key: None, of_query=True, of_key=True
         )
         if found is None:
             continue

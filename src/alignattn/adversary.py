@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from alignattn.processes import several
 
@@ -54,21 +55,19 @@ class Adversary:
         arrived = any(p.grad is not None for p in parameters)
         if not arrived and not several():
             return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([g.flatten() for g in gradients] + [gradients[0].new_full((1,), float(arrived))])
-        if several():
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-        skip = ~flat.isfinite().all() | (flat[-1] == 0)
-        start = 0
         for parameter in parameters:
-            end = start + parameter.numel()
-            parameter.grad = flat[start:end].view_as(parameter)
-            start = end
-        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        skip = parameters[0].new_zeros(())
+        if several():
+            skip += _averaged(parameters, arrived=arrived)
+        gradients = [parameter.grad for parameter in parameters]
+        # As torch's own scaler looks at gradients, all in one call; what it multiplies them by is one.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, skip, torch.ones_like(skip))
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        torch._foreach_add_(parameters, 0.0)  # fused Adam does not tell autograd that it wrote; this does
+        for parameter in parameters:
+            parameter.grad = None
+        increment_version(parameters)  # fused Adam does not tell autograd that it wrote
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and, where a step is due that processes must take together, its gradients."""
@@ -91,6 +90,20 @@ class Adversary:
         self.optimizer, self.due = fresh.optimizer, bool(state["gradients"])
         for parameter, gradient in zip(self.networks.parameters(), state["gradients"], strict=False):
             parameter.grad = None if gradient is None else gradient.to(parameter)
+
+
+def _averaged(parameters: list[Tensor], *, arrived: bool) -> Tensor:
+    """Replace gradients by their means over processes; one where none of them had any, else zero."""
+    gradients = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([*gradients, gradients[0].new_full((1,), float(arrived))])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.numel()
+        parameter.grad = flat[start:end].view_as(parameter)
+        start = end
+    return (flat[-1] == 0).to(flat)
 
 
 def _check_moments(optimizer: torch.optim.Optimizer, moments: dict[int, dict[str, Tensor]]) -> None:

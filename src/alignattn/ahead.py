@@ -74,13 +74,15 @@ class Ahead(Generic[Found]):
                 if found is not None:
                     self._found[number] = some, found
 
-    def take(self, records: list[QueryKey], shares: list[float], scale: float) -> dict[int, Found]:
+    def take(
+        self, records: list[QueryKey], parts: list[list[int]], shares: list[float], scale: float
+    ) -> dict[int, Found]:
         """What was matched ahead of this loss, by the number of the part."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         found, self._found = self._found, {}
         plan = self._plan
-        if plan is None or (plan.shares, plan.scale) != (shares, scale):
+        if plan is None or (plan.parts, plan.shares, plan.scale) != (parts, shares, scale):
             return {}
         return {
             number: result

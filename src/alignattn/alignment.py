@@ -30,7 +30,7 @@ from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataErro
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Watcher
+from alignattn.objective import Objective, Watcher, on_one_device
 from alignattn.passes import Matched, Pass, Passes
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
@@ -384,8 +384,7 @@ class Alignment:
 
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
-        device = next(iter(self.parts.values())).device
-        parts = torch.stack([part.to(device) for part in self.parts.values()])
+        parts = on_one_device(list(self.parts.values()), torch.stack)
         of_layers = parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted
         whole = weight * of_layers
         names = ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in self.parts))

@@ -152,11 +152,13 @@ class _Deliver(torch.autograd.Function):
         for tell in ctx.told:
             tell(outer[0])
         ctx.told = []
-        products = {id(factor): outer[0] * factor for factor in ctx.factors}
-        scaled = [
-            _scaled(whole, products[id(factor)].to(whole.device))
-            for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True)
-        ]
+        products: dict[tuple[int, torch.device], Tensor] = {}
+        scaled = []
+        for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True):
+            kind = id(factor), whole.device
+            if kind not in products:
+                products[kind] = (outer[0] * factor).to(whole.device)
+            scaled.append(_scaled(whole, products[kind]))
         if not _comes_again():
             ctx.leases.clear()
         return None, None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
@@ -167,16 +169,16 @@ def _comes_again() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _scaled(whole: Tensor, by: Tensor) -> Tensor | list[Tensor]:
+def _scaled(whole: Tensor, by: Tensor) -> Sequence[Tensor]:
     """At once; or, where copies in single precision would take much memory, one after the other."""
     if whole.dtype in (torch.float32, torch.float64):
-        return whole * by
+        return (whole * by).unbind()
     if kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT):
         from alignattn.matching.kernels.times import times
 
-        return times(whole, by)
+        return times(whole, by).unbind()
     if whole.numel() <= LARGEST:
-        return (at_least_single(whole) * by).to(whole.dtype)
+        return (at_least_single(whole) * by).to(whole.dtype).unbind()
     return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]
 
 

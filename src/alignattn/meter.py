@@ -1,6 +1,7 @@
 """What an alignment came to, for logs: means since they were last read, gathered without waiting for the device."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -15,7 +16,7 @@ class Meter:
     @torch.no_grad()
     def add(self, names: tuple[str, ...], values: Tensor) -> None:
         """One value for each name, of one loss."""
-        values = torch.cat([values.detach().float().reshape(-1), values.new_ones(1, dtype=torch.float32)])
+        values = F.pad(values.detach().float().reshape(-1), (0, 1), value=1.0)
         if names in self._sums:  # on another device, where the model has moved since
             values = self._sums[names].to(values.device) + values
         self._sums[names] = values

@@ -9,9 +9,10 @@ Records are matched in stacks (stacks.py), each by one call, which is recorded a
 and while the forward still runs (ahead.py).
 """
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from alignattn.ahead import Ahead, Plan
 from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
+from alignattn.counted import Counted
 from alignattn.distances import Distances
 from alignattn.errors import CaptureError
 from alignattn.finite import FiniteCheck
@@ -61,7 +63,7 @@ class Labelled(Protocol):
 class _Together:
     """What matching made of a stack."""
 
-    values: Tensor  # [l]: each record's part of the total
+    values: Tensor  # [l]: each record's part of the total, to be read before the next replay
     of_query: Tensor | None  # [l, b, h, n, d]
     of_key: Tensor | None
     of_networks: list[Tensor | None]
@@ -75,15 +77,6 @@ class _Together:
             return delivery.Slice(self.of_both, at), delivery.Slice(self.of_both, len(self.of_both) // 2 + at)
         of_query, of_key = (None if w is None else delivery.Slice(w, at) for w in (self.of_query, self.of_key))
         return of_query, of_key
-
-
-@dataclass(frozen=True)
-class _Matched:
-    """What matching made of a record: its loss, and the gradients of its queries and keys."""
-
-    part: Tensor  # of the loss, whatever it counts in the total
-    of_query: delivery.Slice | None
-    of_key: delivery.Slice | None
 
 
 class Objective:
@@ -140,46 +133,45 @@ class Objective:
         ]
         rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self._scale(leaves, shares)
-        matched: dict[int, _Matched] = {}
-        values, leases, finite = [], [], []
-        of_networks: list[Tensor | None] = [None for _ in self.matcher.parameters()]
-        early = self.ahead.take(records, shares, scale)
-        together_ = together(rows, self.matcher)
-        for number, places in enumerate(together_):
-            found = early.pop(number, None)
-            if found is None:
+        parts = together(rows, self.matcher)
+        early = self.ahead.take(records, parts, shares, scale)
+        went_as_planned = bool(early)
+        found: list[_Together] = []
+        for number, places in enumerate(parts):
+            one = early.pop(number, None)
+            if one is None:
                 stack = self._stack(places, rows, shares)
-                found = self._replayed(number, stack, watchers, scale)
-                found = self._plainly(stack, watchers, scale) if found is None else found
-            values.append(found.values.sum())
-            leases.append(found.lease)
-            parts = _without_shares(found.values, [shares[place] for place in places])
-            for at, place in enumerate(places):
-                matched[place] = _Matched(parts[at], *through_unpacking(leaves[place], rows[place], found.slices(at)))
-            if found.finite is not None:
-                finite.append((places, found.finite))
-            of_networks = [added(one, other) for one, other in zip(of_networks, found.of_networks, strict=True)]
-        if finite:
-            names = [rows[place].name for places, _ in finite for place in places]
-            self.finite.submit(names, torch.cat([told for _, told in finite]))
-        by_records = all(lease is not None for lease in leases)
-        if by_records or balance is None:  # what is looked at is recorded later than what is not
+                one = self._replayed(number, stack, watchers, scale)
+                one = self._plainly(stack, watchers, scale) if one is None else one
+            found.append(one)
+        told = [(places, one.finite) for places, one in zip(parts, found, strict=True) if one.finite is not None]
+        if told:
+            names = [rows[place].name for places, _ in told for place in places]
+            self.finite.submit(names, torch.cat([finite for _, finite in told]))
+        leases = [one.lease for one in found if one.lease is not None]
+        by_records = len(leases) == len(found)
+        if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
             whole = all(row is record for row, record in zip(rows, records, strict=True))
             alike = by_records and whole and len(forwards) == 1 and self.config.every == 1
-            self.ahead.learn(Plan.of(records, together_, shares, scale) if alike else None)
-        total = values[0] if len(values) == 1 else sum_of(values)
-        handed = delivery.Delivery(weight * total, leases=[lease for lease in leases if lease is not None])
+            self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
+        values = on_one_device([one.values for one in found], torch.cat)
+        handed = delivery.Delivery(weight * values.sum(), leases=leases)
         factor = weight / scale
-        for place, record in enumerate(records if acts else ()):
-            own = matched[place].of_query, matched[place].of_key
-            handed.to_tokens(
-                record, *own, weight, scale=scale, factor=factor, generator=self.config.generator, balance=balance
-            )
+        for places, one in zip(parts, found, strict=True) if acts else ():
+            for at, place in enumerate(places):
+                own = through_unpacking(leaves[place], rows[place], one.slices(at))
+                handed.to_tokens(
+                    records[place], *own, weight, scale=scale, factor=factor, generator=self.config.generator,
+                    balance=balance,
+                )  # fmt: skip
         of_networks_factor = factor if self.weighs_networks else 1.0 / scale
-        for parameter, gradient in zip(self.matcher.parameters(), of_networks, strict=True):
+        for parameter, *gradients in zip(self.matcher.learnt(), *(one.of_networks for one in found), strict=True):
+            gradient = functools.reduce(added, gradients)
             if gradient is not None:
                 handed.to(parameter, gradient, of_networks_factor)
-        return handed.term(), parts_of(rows, [matched[place].part for place in range(len(records))])
+        order = [place for places in parts for place in places]
+        alone = dict(zip(order, _without_shares(values, [shares[place] for place in order]), strict=True))
+        return handed.term(), parts_of(rows, [alone[place] for place in range(len(rows))])
 
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""
@@ -210,8 +202,7 @@ class Objective:
             stack.query_mask,
             stack.key_mask,
             stack.names,
-            stack.outer,
-            self._acting(stack) * scale,
+            self._counted(stack, scale),
             lambda query, key: self._show(stack, query, key, watchers),
             of_query=of_query,
             of_key=of_key,
@@ -222,7 +213,7 @@ class Objective:
         for name, value, count in found.told:
             self.matcher.tell(name, value.clone(), count)
         gradients = found.of_query, found.of_key, found.of_networks
-        return _Together(found.weighed.clone(), *gradients, found.lease, found.finite, found.of_both)
+        return _Together(found.weighed, *gradients, found.lease, found.finite, found.of_both)
 
     def _is_matched_whole(self, record: QueryKey) -> bool:
         """Whether what is matched are its queries and keys as they are."""
@@ -234,21 +225,18 @@ class Objective:
         self._show(stack, query, key, (self.finite, *watchers))
         of_query, of_key = stack.wants()
         masks = stack.query_mask, stack.key_mask
-        acting = self._acting(stack) * scale
+        counted = self._counted(stack, scale)
         in_place = len(stack.places) > 1  # they were copied together, for us alone
-        given = query, key, *masks, stack.names, acting
+        given = query, key, *masks, stack.names, counted.in_gradient()
         with self.matcher.along(stack.edges):
             found = differentiate(self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place)
-        values = (found.losses * stack.outer.to(found.losses)).sum((1, 2))
+        values = (found.losses * counted.in_total().to(found.losses)).sum((1, 2))
         return _Together(values, found.query, found.key, found.networks)
 
-    def _acting(self, stack: Stack) -> Tensor:
-        """What each problem counts in the gradient, of the networks too: heads that have met teach them nothing.
-
-        They still count in the loss that is told.
-        """
-        acting = self.acting(stack.names, stack.outer.shape[2], stack.outer.device)
-        return stack.outer if acting is None else stack.outer * acting
+    def _counted(self, stack: Stack, scale: float) -> Counted:
+        """What each problem counts, and by how much it acts."""
+        counted = stack.counted
+        return replace(counted, acting=self.acting(stack.names, counted.shape[2], counted.device), scale=scale)
 
     def acting(self, names: list[str], heads: int, device: torch.device) -> Tensor | None:
         """One for every head that is to be moved, zero for the others, [l, 1, h]; None: all are."""
@@ -281,10 +269,12 @@ class Objective:
             self._show(stack, query, key, (self.finite, *watchers))
             with self.matcher.along(stack.edges):
                 losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
-            found |= dict(zip(stack.places, (losses * stack.outer.to(losses)).sum((1, 2)).unbind(), strict=True))
-        values = [found[place] for place in range(len(records))]
-        total = sum_of(values)
-        parts = parts_of(rows, [value.detach() / share for value, share in zip(values, shares, strict=True)])
+            found |= dict(
+                zip(stack.places, (losses * stack.counted.in_total().to(losses)).sum((1, 2)).unbind(), strict=True)
+            )
+        in_order = [found[place] for place in range(len(records))]
+        total = on_one_device(in_order, torch.stack).sum()
+        parts = parts_of(rows, [value.detach() / share for value, share in zip(in_order, shares, strict=True)])
         if self.weighs_networks:
             return weight * total, parts
         return total + ((weight - 1) * total).detach(), parts
@@ -315,9 +305,10 @@ class Objective:
             watcher.watch(names, query.detach(), key.detach(), *masks)
 
 
-def sum_of(values: list[Tensor]) -> Tensor:
-    """Layers may be on several devices."""
-    return torch.stack([value.to(values[0].device) for value in values]).sum()
+def on_one_device(values: Sequence[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Layers may be on several."""
+    device = values[0].device
+    return join([value if value.device == device else value.to(device) for value in values])
 
 
 def _without_shares(values: Tensor, shares: list[float]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alignattn.counted import Counted
 from alignattn.devices import on_device
 from alignattn.finite import finite_layers
 from alignattn.matching.at_once import differentiate
@@ -69,6 +70,7 @@ class _Inputs:
     key_mask: Tensor | None
     outer: Tensor  # [l, b, h]: what problems count in the value
     acting: Tensor  # [l, b, h]: and in the gradient
+    counted: Counted | None = None  # which of them stand there
 
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]
@@ -96,6 +98,7 @@ class Replays:
         self._pool = pool or Pool()
         self._seen: Counter[Any] = Counter()
         self._weights: Any = None  # where the matcher's lie
+        self._known: tuple[Any, str] = None, ""  # its settings
         self._records: dict[Any, _Record] = {}
         self._memory: Tensor | None = None
         self._lent: weakref.ref[Lease] | None = None
@@ -116,8 +119,7 @@ class Replays:
         query_mask: Tensor | None,
         key_mask: Tensor | None,
         names: list[str],
-        outer: Tensor,
-        acting: Tensor,
+        counted: Counted,
         show: Show,
         *,
         of_query: bool,
@@ -129,7 +131,7 @@ class Replays:
         `records`: what comes often may be recorded now; else only what is recorded already is played.
         """
         alike, matcher = key_mask is query_mask, self._matcher
-        weights = tuple((p.data_ptr(), p.requires_grad) for p in matcher.parameters())
+        weights = tuple((p.data_ptr(), p.requires_grad) for p in matcher.learnt())
         # Records of weights that lie elsewhere now are of no use, and shapes that come once are not counted for ever.
         if weights != self._weights or len(self._seen) > LONGEST_MEMORY:
             self.forget()
@@ -138,7 +140,7 @@ class Replays:
         what = (
             tuple(names), queries[0].shape, keys[0].shape, queries[0].dtype, keys[0].dtype, queries[0].device,
             _layout(query_mask), _layout(key_mask), alike, of_query, of_key,
-            matcher.asked, matcher.training, repr(matcher.config),
+            matcher.asked, matcher.training, self._settings(),
             torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         if self._lent is not None and self._lent() is not None:
@@ -152,7 +154,7 @@ class Replays:
         with torch.no_grad(), on_device(queries[0].device):
             record = self._records.get(what)
             if record is None:
-                given = (queries, keys, query_mask, key_mask, outer, acting)
+                given = (queries, keys, query_mask, key_mask, counted.in_total(), counted.in_gradient())
                 record = self._recorded(given, names, alike=alike, of_query=of_query, of_key=of_key)
                 if record is None:
                     return None
@@ -163,14 +165,23 @@ class Replays:
             _copy_mask(inputs.query_mask, query_mask)
             if not alike:
                 _copy_mask(inputs.key_mask, key_mask)
-            inputs.outer.copy_(outer)
-            inputs.acting.copy_(acting)
+            if inputs.counted is None or not counted.is_known_as(inputs.counted):
+                inputs.outer.copy_(counted.in_total())
+                inputs.acting.copy_(counted.in_gradient())
+                inputs.counted = counted
             show(inputs.query, inputs.key)
             record.play()
         lease = Lease()
         self._lent = weakref.ref(lease)
         wanted = of_query and of_key and record.put_out[3] is not None and record.put_out[4] is not None
         return Replayed(*record.put_out, record.both if wanted else None, lease)
+
+    def _settings(self) -> str:
+        """In words, which are made once."""
+        config = self._matcher.config
+        if config is not self._known[0]:
+            self._known = config, repr(config)
+        return self._known[1]
 
     def _recorded(self, given: Any, names: list[str], *, alike: bool, of_query: bool, of_key: bool) -> _Record | None:
         queries, keys, query_mask, key_mask, outer, acting = given

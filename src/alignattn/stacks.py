@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
+from alignattn.counted import Counted
 from alignattn.matching.matcher import Edges, Matcher
 
 PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
@@ -26,7 +27,7 @@ class Stack:
     query_mask: Tensor | None  # [l, b, n]
     key_mask: Tensor | None
     names: list[str]
-    outer: Tensor  # [l, b, h]: what each problem counts in the total
+    counted: Counted
     edges: Edges | None = None  # of one record that is matched along them
 
     @property
@@ -75,19 +76,15 @@ def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, 
     some = [records[place] for place in places]
     first = some[0].query
     samples, heads = first.shape[:2]
-    counts = [shares[place] / (heads if over_heads else 1) for place in places]
-    if some[0].sample_weight is None:  # filled in on the device: to copy numbers there makes it wait
-        alike = 1 if len(set(counts)) == 1 else len(counts)
-        filled = [torch.full((1, 1, 1), count / samples, device=first.device) for count in counts[:alike]]
-    else:
-        given = [r.sample_weight for r in some if r.sample_weight is not None]
-        filled = [(weights * count)[None, :, None] for weights, count in zip(given, counts, strict=True)]
-    outer = (filled[0] if len(filled) == 1 else torch.cat(filled)).expand(len(some), samples, heads)
+    counts = tuple(shares[place] / (heads if over_heads else 1) for place in places)
+    weights = [r.sample_weight for r in some if r.sample_weight is not None]
+    counted = Counted(counts, (len(some), samples, heads), first.device, weights or None)
     query_mask = _masks_together([r.query_mask for r in some])
     alike = all(r.key_mask is r.query_mask for r in some)
     key_mask = query_mask if alike else _masks_together([r.key_mask for r in some])
     sides = [r.query for r in some], [r.key for r in some]
-    return Stack(places, *sides, query_mask, key_mask, [r.name for r in some], outer, some[0].edges)
+    names = [r.name for r in some]
+    return Stack(places, *sides, query_mask, key_mask, names, counted, some[0].edges)
 
 
 def _together(tensors: list[Tensor]) -> Tensor:

@@ -32,7 +32,7 @@ from alignattn.delivery import Slice, reachable
 from alignattn.errors import CaptureError, ConfigError
 from alignattn.matching.at_once import Differentiated, differentiate
 from alignattn.matching.matcher import Matcher
-from alignattn.objective import Objective, Parts, Watchers, is_nothing, leaf, parts_of, sum_of, through_unpacking
+from alignattn.objective import Objective, Parts, Watchers, is_nothing, leaf, on_one_device, parts_of, through_unpacking
 from alignattn.passes import Matched
 from alignattn.thinning import Places, thinned
 
@@ -101,7 +101,7 @@ class Stream:
             for one in calls
         ]
         shares = self.objective.shares([len(some) for some in forwards])
-        total = sum_of([value * share for value, share in zip(values, shares, strict=True)])
+        total = on_one_device([value * share for value, share in zip(values, shares, strict=True)], torch.stack).sum()
         for one in calls:
             one.layer.weight = weight
         term: Tensor = _Weigh.apply(total, weight)

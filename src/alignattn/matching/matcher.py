@@ -79,6 +79,7 @@ class Matcher(nn.Module):
         self._indices: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self.asked = False  # for figures that logs show
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
+        self._learnt: list[nn.Parameter] | None = None
         self.edges: Edges | None = None  # of the call that is being matched
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
@@ -105,8 +106,20 @@ class Matcher(nn.Module):
         networks = self.networks(new, width)
         if networks:
             self.banks.append(nn.ModuleDict(dict(networks)).to("cpu" if device.type == "meta" else device))
+            self._learnt = None
         self.rows |= {(name, width): (len(self.banks) - 1, row) for row, name in enumerate(new)}
         return bool(networks)
+
+    def learnt(self) -> list[nn.Parameter]:
+        """What `parameters()` gives, looked up once: they are made by `__init__`, or by `networks` when asked to."""
+        if self._learnt is None:
+            self._learnt = list(self.parameters())
+        return self._learnt
+
+    def _apply(self, *given: Any, **settings: Any) -> "Matcher":
+        self._learnt = None  # torch may put others in their place
+        super()._apply(*given, **settings)
+        return self
 
     def is_separable(self) -> bool:
         """Whether samples and layers know nothing of each other, and may be matched apart.

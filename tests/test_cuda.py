@@ -120,6 +120,7 @@ def test_autocast_and_scaler_train(bert, batch, method, dtype):
 @pytest.mark.parametrize("method", METHODS)
 def test_training_by_records_is_training(bert, batch, method, precision, monkeypatch):
     monkeypatch.setattr(stacks, "FEWEST", 1)  # a layer is matched while the next is to come
+    monkeypatch.setattr(stacks, "LARGE", 0)
 
     def refuse(work):
         raise RuntimeError

@@ -152,7 +152,7 @@ class Objective:
         by_records = len(leases) == len(found)
         if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
             whole = all(row is record for row, record in zip(rows, records, strict=True))
-            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1
+            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
             self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
         values = on_one_device([one.values for one in found], torch.cat)
         handed = delivery.Delivery(weight * values.sum(), leases=leases)

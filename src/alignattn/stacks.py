@@ -15,6 +15,9 @@ from alignattn.counted import Counted
 from alignattn.matching.matcher import Edges, Matcher
 
 PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
+# Numbers in the queries and keys of a call. Fewer are matched at once: a device is done with them before Python has
+# come to the backward that waits for them, and to part them costs Python more than it hides.
+LARGE = 2**23
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,14 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
         if group is None:
             groups.append((kind, group := []))
         group.append(place)
-    return [part for _, members in groups for part in _parted(members, matcher)]
+    return [part for _, members in groups for part in _parted(members, records[members[0]], matcher)]
 
 
-def _parted(members: list[int], matcher: Matcher) -> list[list[int]]:
+def _parted(members: list[int], one: QueryKey, matcher: Matcher) -> list[list[int]]:
     """In parts that can be matched before the last of them is recorded (ahead.py)."""
-    if torch.compiler.is_compiling() or not (matcher.is_separable() and matcher.is_replayable()):
+    if torch.compiler.is_compiling() or one.query.numel() + one.key.numel() < LARGE:
+        return [members]
+    if not (matcher.is_separable() and matcher.is_replayable()):
         return [members]
     size = max(FEWEST, -(-len(members) // PARTS))
     return [members[start : start + size] for start in range(0, len(members), size)]

@@ -436,7 +436,7 @@ def test_transport_of_huge_features_and_of_samples_with_one_empty_side(monkeypat
     told = found()
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     for one, other in zip(told, found(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # features of 1e6 round all they are added to
     assert not any(t[2].any() for t in told) and told[3][0, 0, 0, 0] == told[4][0, 0, 1, 3] == 0
 
 

@@ -95,7 +95,7 @@ def _toward(
     # The kernel is a power of two, of -|x - y|² = 2 x·y - |x|² - |y|² times its sharpness.
     height = -sharpness * tl.sum(own * own, 1)
     sharpened = (2.0 * sharpness) * own
-    summed = tl.zeros([ROWS], tl.float32)
+    summed, weighed = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     pulled = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
@@ -106,11 +106,12 @@ def _toward(
         kernel = tl.exp2(tl.minimum(product + height[:, None] + across[None, :], 0.0))
         if OWN != "as it is":  # known, and a product of parts would round it
             kernel = tl.where((i[:, None] == j[None, :]) & valid[None, :], 1.0 if OWN == "one" else 0.0, kernel)
-        kernel = as_products_see(kernel, PRECISION)
         summed += tl.sum(kernel, 1)
         if WITH_GRADIENT:
+            kernel = as_products_see(kernel, PRECISION)
+            weighed += tl.sum(kernel, 1)
             pulled += tl.dot(kernel, other, input_precision=PRECISION)
-    return summed, pulled - summed[:, None] * own
+    return summed, pulled - weighed[:, None] * own
 
 
 @triton.jit

@@ -35,13 +35,13 @@ def _half_step(
     e = tl.arange(0, WIDTH)
     scale = tl.load(inverse + problem)
     at = x + problem * n * d + i[:, None] * d + e[None, :]
-    own = tl.load(at, mask=(i[:, None] < n) & (e[None, :] < d), other=0.0)
+    own = as_products_see(tl.load(at, mask=(i[:, None] < n) & (e[None, :] < d), other=0.0), PRECISION)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         there = y + problem * m * d + j[None, :] * d + e[:, None]
-        other = tl.load(there, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0)
+        other = as_products_see(tl.load(there, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0), PRECISION)
         potential = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = tl.dot(own, other, input_precision=PRECISION) * scale + potential[None, :]
         now = tl.maximum(largest, tl.max(score, 1))
@@ -88,19 +88,19 @@ def _carry(
     scale = tl.load(inverse + problem)
     at = problem * n * d + i[:, None] * d + e[None, :]
     inside = (i[:, None] < n) & (e[None, :] < d)
-    own = tl.load(x + at, mask=inside, other=0.0)
+    own = as_products_see(tl.load(x + at, mask=inside, other=0.0), PRECISION)
     potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         to = y + problem * m * d + j[:, None] * d + e[None, :]
-        other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
+        other = as_products_see(tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0), PRECISION)
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * scale
-        plan = as_products_see(tl.exp(score + potential[:, None] + across[None, :]), PRECISION)
+        plan = tl.exp(score + potential[:, None] + across[None, :])
         total += tl.sum(plan, 1)
-        mean += tl.dot(plan, other, input_precision=PRECISION)
+        mean += tl.dot(as_products_see(plan, PRECISION), other, input_precision=PRECISION)
     tl.store(sums + problem * n + i, total, mask=i < n)
     tl.store(carried + at, mean, mask=inside)
 

@@ -39,9 +39,7 @@ def write(tokens, values, problem, i, count, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def as_products_see(values, PRECISION: tl.constexpr):
-    """Rounded to what a product of one TF32 part takes of them, which would cut the rest off: a sum of them and a
-    product with them are then of the same numbers, and neither is too small.
-    """
+    """Rounded to what a product of one TF32 part takes of them. Itself it cuts the rest off: all would be too small."""
     if PRECISION == "tf32":
         rounded = ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         values = tl.where(values - values == 0.0, rounded, values)  # bits of NaN may overflow

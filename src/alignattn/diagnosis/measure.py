@@ -22,8 +22,8 @@ from alignattn.diagnosis.separation import Sampled, separation
 from alignattn.diagnosis.words import words_of
 from alignattn.diagnostics import layer_of, of_samples
 from alignattn.errors import ConfigError, NonFiniteError, NothingCapturedError
-from alignattn.experiments.provenance import commit, versions
 from alignattn.finite import finite_layers
+from alignattn.provenance import commit, versions
 
 FEWEST_PERMUTATIONS = 40  # fewer have no 2.5 %
 FEWEST_TOKENS = 20

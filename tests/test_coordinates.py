@@ -15,7 +15,7 @@ from torch import nn
 from alignattn import rebase
 from alignattn.capture import Tap
 from alignattn.coordinates import meeting_maps
-from alignattn.diagnostics import discrepancy
+from alignattn.diagnosis.mmd import discrepancy
 from alignattn.errors import NothingCapturedError
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")

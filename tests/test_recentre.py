@@ -196,7 +196,7 @@ def test_a_batch_that_is_not_finite_shifts_nothing():
     """Padded tokens may hold anything."""
     model = offset(Grouped()).train()
     alignment = alignattn.align(model, "mmd")
-    recentring = alignment._recentring
+    recentring = alignment._terms.recentring
     before = model.k.bias.detach().clone()
     tokens = torch.full((1, 1, 4, 3, 8), float("nan"))
     recentring.blind[""] = True

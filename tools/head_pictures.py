@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from alignattn import provenance
 from alignattn.capture import QueryKey, Tap
 from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.diagnosis.attention import attention_of
 from alignattn.diagnosis.batches import read_rows
-from alignattn.diagnostics import discrepancy
-from alignattn.experiments import provenance
+from alignattn.diagnosis.mmd import discrepancy
 from alignattn.files import write_whole
 from alignattn.models import pretrained
 

@@ -20,22 +20,21 @@ from torch import Tensor, nn
 from alignattn import checkpoint, state
 from alignattn.adversary import Adversary
 from alignattn.advice import Advice, summary, why_nothing
-from alignattn.apart import apart
 from alignattn.balance import Weight
-from alignattn.capture import QueryKey, Site, Tap
+from alignattn.capture import QueryKey, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.search import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
-from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
-from alignattn.objective import Objective, Watcher, on_one_device
-from alignattn.passes import Matched, Pass, Passes
+from alignattn.objective import on_one_device
+from alignattn.passes import Pass, Passes, Record
 from alignattn.recentre import Recentring
 from alignattn.share import share_of_update
-from alignattn.stream import Stream, refuse_compiled_code
+from alignattn.stream import refuse_compiled_code
 from alignattn.strength import Strength
+from alignattn.terms import Terms
 from alignattn.updates import Updates
 from alignattn.weights import Auto, Schedule
 
@@ -67,13 +66,10 @@ class Alignment:
         if self.adversary is not None:
             self.adversary.take_on()  # a matcher of one's own may bring parameters along
         self._strength = Strength(self.config)
-        met = self._strength.distances if self.config.until_met else None
-        self._finite = FiniteCheck()
-        self.objective = Objective(self.matcher, self.config, weighs_networks=not own, finite=self._finite, met=met)
-        self._stream = None if self.config.stream is None else Stream(self.objective)
+        self._terms = Terms(self.config, self.matcher, self.adversary, self._strength)
+        self.objective, self._stream = self._terms.objective, self._terms.stream
         self.parts: dict[str, Tensor] = {}  # of the last loss: each layer's, detached
         self._tap: Tap | None = None
-        self._recentring: Recentring | None = None
         self._passes = Passes()
         self._adds_to_outputs = self._added_to_outputs = False
         self._advice = Advice()
@@ -97,7 +93,7 @@ class Alignment:
         self._adds_to_outputs = config.add_to_outputs and _is_transformers(model)
         self._tap = Tap(
             model,
-            watch=self._keep if self._stream is None else self._match,
+            watch=self._keep,
             begin=self._begin,
             finish=self._finish,
             abandon=self._passes.abandon,
@@ -109,26 +105,20 @@ class Alignment:
             projections=config.generator == "projections",
             key_biases=config.recentre,
         )
-        self._recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
+        self._terms.recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
         try:
             # nn.MultiheadAttention keeps its queries and keys to itself: what is matched there are copies.
             self._strength.balance.at_weights = all(
                 isinstance(site.module, nn.MultiheadAttention) for site in self._tap.sites
             )
             _aligned.update(site.module for site in self._tap.sites)
-            self._make_networks_ahead(model, [s for s in self._tap.sites if config.cross or not s.looks_cross])
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            matched = [site for site in self._tap.sites if config.cross or not site.looks_cross]
+            self._terms.make_networks_ahead(matched, device)
         except BaseException:
             self.detach()
             raise
         return self
-
-    def _make_networks_ahead(self, model: nn.Module, sites: list[Site]) -> None:
-        """Where the widths of all heads are known; otherwise the first forward pass tells."""
-        widths = {site.width for site in sites}
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        if None not in widths:
-            for width in sorted(w for w in widths if w is not None):
-                self._ensure_networks([site.name for site in sites if site.width == width], width, device)
 
     def detach(self) -> None:
         """The plain model again, with its attention, hooks, parameters and state dict as they were."""
@@ -137,7 +127,7 @@ class Alignment:
             _aligned.difference_update(site.module for site in self._tap.sites)
             self._tap.remove()
             self._tap = None
-            self._recentring = None
+            self._terms.recentring = None
         self._passes.clear()
         self.objective.forget_replays()
         self._added_to_outputs = False
@@ -186,7 +176,7 @@ class Alignment:
         begins = self._passes.begins(record)
         if begins:
             self._begin()
-        taken = record if self._stream is None else self._matched(self._stream, record)
+        taken = self._taken(record)
         if begins:
             self._passes.add_first(taken)
         else:
@@ -194,32 +184,16 @@ class Alignment:
 
     def _keep(self, record: QueryKey) -> None:
         """A call of the pass that is being recorded."""
-        self._passes.add(record)
+        self._passes.add(self._taken(record))
         if torch.compiler.is_compiling() or not self.objective.ahead.expects:
             return
         recording = self._passes.recording
         if recording is not None and not self._passes and not self._strength.is_time_to_look():
             self.objective.ahead.notice(cast("list[QueryKey]", recording.records))
 
-    def _match(self, record: QueryKey) -> None:
-        """With `stream`: a call of the pass that is being recorded, matched at once."""
-        assert self._stream is not None
-        self._passes.add(self._matched(self._stream, record))
-
-    def _matched(self, stream: Stream, record: QueryKey) -> Matched:
-        if torch.compiler.is_compiling():
-            refuse_compiled_code()
-        strength = self._strength
-        looks = strength.is_time_to_look()  # as the term will find it
-        device = record.query.device
-        with apart():
-            if self._passes.are_none:
-                self._follow(device)
-                self.objective.thinning.begin(strength.closed)
-            self._ensure_networks([record.name], record.query.shape[-1], device)
-            watchers = self._watchers([record], looks=looks, gathers=looks)
-        self.matcher.asked = looks
-        return stream.match(record, watchers, strength.balance if looks else None)
+    def _taken(self, record: QueryKey) -> Record:
+        """What is kept of a call until the loss: all of it, or with `stream` its own losses."""
+        return record if self._stream is None else self._terms.match(record, first=self._passes.are_none)
 
     def _begin(self, kwargs: dict[str, Any] | None = None) -> None:
         """A training forward is about to run, of a model that is called with these."""
@@ -235,7 +209,7 @@ class Alignment:
         self.objective.ahead.begin()
         if kwargs and (share := self._share_of_update(kwargs)) is not None:
             self._passes.weigh_next(share)
-        self._finite.look()
+        self.objective.finite.look()
         self._advice.if_frozen(self._tap)
         if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
             self._advice.if_resumed_anew()
@@ -303,51 +277,13 @@ class Alignment:
 
     def _term(self) -> Tensor:
         forwards = self._passes.take()
-        strength = self._strength
-        weight = strength.weight()
-        strength.begin()
-        if self._stream is None:
-            term, self.parts = self._all_matched(forwards, weight)
-        else:
-            term, self.parts = self._stream.term(forwards, weight)
+        weight = self._strength.weight()
+        self._strength.begin()
+        term, self.parts = self._terms.of(forwards, weight)
         self._measure(weight)
         if self.adversary is not None:
             self.adversary.due = True
         return term
-
-    def _all_matched(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
-        """The term of all calls that were recorded, matched together."""
-        device = forwards[0][0].query.device
-        records = [record for some in forwards for record in some]
-        self._follow(device)
-        for record in records:
-            self._ensure_networks([record.name], record.query.shape[-1], device, among=forwards)
-        strength = self._strength
-        watchers = self._watchers(records, looks=strength.looks, gathers=strength.gathers)
-        self.matcher.asked = strength.looks
-        balance = strength.balance if strength.looks else None
-        self.objective.thinning.begin(strength.closed)
-        every_layer = strength.looks or self.config.every == 1
-        return self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
-
-    def _follow(self, device: torch.device) -> None:
-        """The networks move to where queries and keys are."""
-        if self.adversary is None:
-            self.matcher.to(device)
-        else:
-            self.adversary.follow(device)
-
-    def _watchers(self, records: list[QueryKey], *, looks: bool, gathers: bool) -> list[Watcher]:
-        """What looks at queries and keys while they are matched."""
-        watchers: list[Watcher] = []
-        if looks:
-            watchers.append(self._strength.distances)
-        # With a weight of zero nothing at all is touched.
-        if self._recentring is not None and self.config.weight != 0 and gathers:
-            for record in records:
-                self._recentring.look(record)
-            watchers.append(self._recentring)
-        return watchers
 
     @property
     def steps(self) -> int:
@@ -364,7 +300,7 @@ class Alignment:
 
     def _advance(self, *, surely: bool) -> None:
         """`surely`: weights are known to be others than before, and not merely taken to be."""
-        self._finite.look()
+        self.objective.finite.look()
         if surely:
             self._passes.settle()
         self._advice.if_frozen(self._tap)
@@ -372,11 +308,12 @@ class Alignment:
             self._advice.of_compiled_code(self.config.first_weight)
         if self.adversary is not None:
             self.adversary.step()
-        if self._recentring is not None and surely:
+        recentring = self._terms.recentring
+        if recentring is not None and surely:
             if self._strength.is_time_to_look():
-                self._recentring.close(first=self._strength.closed == 0)
+                recentring.close(first=self._strength.closed == 0)
             else:
-                self._recentring.forget()
+                recentring.forget()
         device = next((part.device for part in self.parts.values()), None)
         figures = self._strength.advance(self.matcher.figures(), device)
         if figures:
@@ -389,17 +326,6 @@ class Alignment:
         whole = weight * of_layers
         names = ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in self.parts))
         self.meter.add(names, torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts]))
-
-    def _ensure_networks(
-        self, names: list[str], width: int, device: torch.device, among: list[list[QueryKey]] | None = None
-    ) -> None:
-        """Networks for these layers and, to lie in one bank with them, for others of the same width that have none."""
-        if all((name, width) in self.matcher.rows for name in names):
-            return
-        if among is not None:
-            names = [r.name for records in among for r in records if r.query.shape[-1] == width]
-        if self.matcher.ensure(names, width, device) and self.adversary is not None:
-            self.adversary.take_on()
 
     def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A loss function with the term added, for a host that computes the loss outside the model.

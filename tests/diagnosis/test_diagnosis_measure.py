@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import alignattn
-from alignattn.diagnostics import discrepancy
+from alignattn.diagnosis.mmd import discrepancy
 from alignattn.errors import ConfigError, NonFiniteError, NothingCapturedError, UnsupportedModelError
 from zoo import BY_NAME
 

@@ -14,8 +14,8 @@ import pytest
 import tiny_digits
 from tiny_digits import ARGUMENTS, PLACE, Note, eventful, files, finish, key, tiny, tiny_sweep, until
 
-from alignattn import cli
-from alignattn.experiments import provenance, recipe
+from alignattn import cli, provenance
+from alignattn.experiments import recipe
 from alignattn.experiments.cluster import ray_cluster
 from alignattn.experiments.runner import one_after_another
 from alignattn.experiments.training import Place, execute

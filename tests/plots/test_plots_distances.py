@@ -134,7 +134,7 @@ def test_nothing_apart_is_white(value):
 
 
 def test_what_a_model_says_of_itself_is_drawn(bert, batch):
-    from alignattn.diagnostics import discrepancy
+    from alignattn.diagnosis.mmd import discrepancy
 
     found = discrepancy(bert, [batch], call=lambda model, one: model(**one))
     (axis,) = plots.distance_map({"soft": found})

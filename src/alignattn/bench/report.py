@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from alignattn import provenance
 from alignattn.bench.parts import PARTS
 from alignattn.bench.row import Row
-from alignattn.experiments import provenance
 from alignattn.files import write_whole
 
 SCHEMA = 1

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from alignattn.capture.attending import AlongEdges
+from alignattn.capture.calls import CallSocket
 from alignattn.capture.convolutions import Call, Products, convolution, makers
 from alignattn.capture.graph_batches import graphs_of, names_of_arguments
 from alignattn.capture.hook import Hook
 from alignattn.capture.keybias import KeyBias
 from alignattn.capture.querykey import Projected
-from alignattn.capture.site import ProjectedSocket, Site
+from alignattn.capture.site import Site
 from alignattn.errors import CaptureError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from alignattn.capture.tap import Tap
 
 
-class GraphSocket(ProjectedSocket):
+class GraphSocket(CallSocket[Call]):
     """Takes what the projections of a convolution put out, and its edges when it propagates."""
 
     kind = "graph attention"
@@ -56,22 +57,18 @@ class GraphSocket(ProjectedSocket):
 
     def __init__(self, tap: "Tap", sites: Sequence[Site]) -> None:
         super().__init__(tap, sites)
-        self.running: list[Call] = []
         self.graphs: Tensor | None = None  # [nodes]: which graph of the batch each is in
         self.names = names_of_arguments(tap.model)
-        self.watched: dict[nn.Module, list[RemovableHandle]] = {}
         for module in self.sites:
-            self._watch(module)
+            self.watch(module)
 
     # --- what is hooked ---------------------------------------------------------------------------------------------
 
-    def _watch(self, module: nn.Module) -> None:
-        for handle in self.watched.pop(module, ()):
-            handle.remove()
+    def hooks(self, module: nn.Module) -> "list[RemovableHandle]":
         conv: Any = module
         handles = [
             conv.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
-            conv.register_forward_hook(Hook(self._after), always_call=True),
+            conv.register_forward_hook(Hook(self.end), always_call=True),
             conv.register_propagate_forward_hook(Hook(self._propagated)),
         ]
         if convolution(module) != "GATConv":
@@ -80,18 +77,7 @@ class GraphSocket(ProjectedSocket):
                 linear.register_forward_hook(Hook(self._projected(module, side)))
                 for linear, side in makers(module).items()
             ]
-        self.watched[module] = handles
-
-    def rehook(self, module: nn.Module) -> None:
-        super().rehook(module)
-        self._watch(module)
-
-    def remove(self) -> None:
-        super().remove()
-        for handles in self.watched.values():
-            for handle in handles:
-                handle.remove()
-        self.watched.clear()
+        return handles
 
     def projections_of(self, site: Site) -> list[tuple[str, nn.Module]]:
         return [("lin", linear) for linear in makers(site.module)]
@@ -109,8 +95,6 @@ class GraphSocket(ProjectedSocket):
 
     def close(self) -> None:
         super().close()
-        while self.running:
-            self.running.pop().__exit__(None, None, None)
         self.graphs = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,22 +104,13 @@ class GraphSocket(ProjectedSocket):
             return
         # Of a checkpointed layer that is computed again nothing is taken: views save no tensors that it could miss.
         if self.tap.records_from(module):
-            self.called(module)
             self.cross[module] = _is_between_nodes_of_two_kinds(kwargs["x"] if "x" in kwargs else args[0])
             kind = Products if convolution(module) == "GATConv" else Call
-            self.running.append(kind(module))
-            self.running[-1].__enter__()
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.running and self.running[-1].module is module:
-            self.running.pop().__exit__(None, None, None)
-
-    def _call_of(self, module: nn.Module) -> Call | None:
-        return self.running[-1] if self.running and self.running[-1].module is module else None
+            self.begin(kind(module))
 
     def _projected(self, attention: nn.Module, side: str) -> Callable[..., Tensor | None]:
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            call = self._call_of(attention)
+            call = self.running_call(attention)
             if call is None:
                 return None
             return call.take(output.unflatten(-1, (call.module.heads, -1)), side).flatten(1)
@@ -143,7 +118,7 @@ class GraphSocket(ProjectedSocket):
         return after
 
     def _propagated(self, module: nn.Module, inputs: tuple[Any, Any, dict[str, Any]], _output: Tensor) -> None:
-        call = self._call_of(module)
+        call = self.running_call(module)
         if call is None:
             return
         query, key = call.pair(self.sites[module].name)

@@ -19,17 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture.attending import Attending
+from alignattn.capture.calls import CallSocket
 from alignattn.capture.hook import Hook
 from alignattn.capture.huggingface import head_width, uses_interface
 from alignattn.capture.projection import FUSED, find_projections, side_of
 from alignattn.capture.querykey import HIDDEN, as_bias, causal_bias, to_query_heads, valid_keys
-from alignattn.capture.site import HEADS, ProjectedSocket, Site, attends_elsewhere, first_integer
+from alignattn.capture.site import HEADS, Site, attends_elsewhere, first_integer
 
 if TYPE_CHECKING:
     from alignattn.capture.tap import Tap
 
 
-class HookedSocket(ProjectedSocket):
+class HookedSocket(CallSocket["_SeeProducts"]):
     """Finds queries and keys where they are multiplied."""
 
     kind = "written-out attention"
@@ -48,58 +49,33 @@ class HookedSocket(ProjectedSocket):
 
     def __init__(self, tap: "Tap", sites: Sequence[Site]) -> None:
         super().__init__(tap, sites)
-        self.running: list[_SeeProducts] = []
         self.views: dict[tuple[nn.Module, str], View | None] = {}  # from a projection's output to heads, once known
-        self.watched: dict[nn.Module, list[RemovableHandle]] = {}
         for module in self.sites:
             names = list(inspect.signature(module.forward).parameters)
             self.handles.append(module.register_forward_pre_hook(Hook(self._before(names)), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(Hook(self._after), always_call=True))
-            self._watch_projections(module)
+            self.handles.append(module.register_forward_hook(Hook(self.end), always_call=True))
+            self.watch(module)
 
-    def rehook(self, module: nn.Module) -> None:
-        super().rehook(module)
-        self._watch_projections(module)
-
-    def _watch_projections(self, module: nn.Module) -> None:
-        for handle in self.watched.pop(module, ()):
-            handle.remove()
+    def hooks(self, module: nn.Module) -> list[RemovableHandle]:
         self.views = {key: view for key, view in self.views.items() if key[0] is not module}
-        self.watched[module] = [
+        return [
             child.register_forward_hook(Hook(self._projected(module, name)))
             for name, child in find_projections(module) or ()
         ]
 
-    def remove(self) -> None:
-        super().remove()
-        for handles in self.watched.values():
-            for handle in handles:
-                handle.remove()
-        self.watched.clear()
-
-    def close(self) -> None:
-        super().close()
-        while self.running:
-            self.running.pop().__exit__(None, None, None)
-
     def _before(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.tap.records_from(module):
-                self.called(module)
                 self.cross[module] = attends_elsewhere(names, args, kwargs)
-                self.running.append(_SeeProducts(self, module))
-                self.running[-1].__enter__()
+                self.begin(_SeeProducts(self, module))
 
         return before
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.running and self.running[-1].module is module:
-            self.running.pop().__exit__(None, None, None)
-
     def _projected(self, attention: nn.Module, name: str) -> Callable[..., None]:
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            if self.running and self.running[-1].module is attention:
-                self.running[-1].projected(name, output if isinstance(output, Tensor) else output[0])
+            call = self.running_call(attention)
+            if call is not None:
+                call.projected(name, output if isinstance(output, Tensor) else output[0])
 
         return after
 

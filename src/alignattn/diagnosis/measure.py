@@ -15,15 +15,15 @@ from alignattn.capture import QueryKey, Tap
 from alignattn.capture.feed import feed, in_eval_mode
 from alignattn.capture.search import Layers
 from alignattn.diagnosis.entropy import entropies
+from alignattn.diagnosis.mmd import layer_of, of_samples
 from alignattn.diagnosis.moments import Moments, distances
 from alignattn.diagnosis.permutation import permuted
 from alignattn.diagnosis.result import ROUNDING, Diagnosis, HeadDiagnosis
 from alignattn.diagnosis.separation import Sampled, separation
 from alignattn.diagnosis.words import words_of
-from alignattn.diagnostics import layer_of, of_samples
 from alignattn.errors import ConfigError, NonFiniteError, NothingCapturedError
-from alignattn.experiments.provenance import commit, versions
 from alignattn.finite import finite_layers
+from alignattn.provenance import commit, versions
 
 FEWEST_PERMUTATIONS = 40  # fewer have no 2.5 %
 FEWEST_TOKENS = 20

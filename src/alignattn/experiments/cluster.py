@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from alignattn.errors import AlignmentError
-from alignattn.experiments.provenance import commit
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.runner import Executor
 from alignattn.experiments.training import Place, Progress, execute, lost, task_of
+from alignattn.provenance import commit
 from alignattn.results import Result
 
 RETRIES = 3  # of a run whose worker died; an error of the run itself is reported at once

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from alignattn.experiments.provenance import cores
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.runner import Executor
 from alignattn.experiments.training import Place, Progress, execute, lost
+from alignattn.provenance import cores
 from alignattn.results import Result
 
 TRIES = 2

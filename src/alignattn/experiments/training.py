@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alignattn import provenance
 from alignattn.alignment import Alignment, align
 from alignattn.coordinates import rebase
 from alignattn.errors import ConfigError, NonFiniteError
-from alignattn.experiments import provenance, seeds_at_once
+from alignattn.experiments import seeds_at_once
 from alignattn.experiments.course import Course
 from alignattn.experiments.recipe import Run
 from alignattn.experiments.tasks import TASKS, SeedsAtOnce, Task

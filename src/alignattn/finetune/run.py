@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from alignattn import results
+from alignattn import provenance, results
 from alignattn.alignment import Alignment, align
 from alignattn.errors import AlignmentError, DataError
-from alignattn.experiments import provenance
 from alignattn.experiments.course import Course
 from alignattn.experiments.settings import SOFT
 from alignattn.finetune.folder import Folder

@@ -37,7 +37,7 @@ def distance_map(
 ) -> "list[Axes]":
     """Draw MMD² by layer and head, a panel for each title: {title: {layer: one value a head}}, all of the same layers.
 
-    That is what `alignattn.diagnostics.discrepancy` returns and a result file holds. One scale of colours serves all
+    That is what `alignattn.diagnosis.mmd.discrepancy` returns and a result file holds. One scale of colours serves all
     panels, from zero, white: an unbiased estimate may lie a little below, and is drawn as zero. `highest` is the top of
     the scale, for pictures that are to share one; the largest distance if not given. `noise`, one number or the same
     mapping again, marks the heads whose keys and queries cannot be told apart: |MMD²| <= noise. `numbers` writes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from alignattn.capture import QueryKey
 from alignattn.datasets.graphs import PLANETOID, Blocks, NodeGraph, block_graph, graph_files, load_graph
-from alignattn.diagnostics import of_samples
+from alignattn.diagnosis.mmd import of_samples
 from alignattn.errors import ConfigError, DataError, unknown
 from alignattn.experiments.tasks.measuring import classification
 from alignattn.experiments.tasks.task import Measured, SeedsAtOnce, Watch

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alignattn import metrics
 from alignattn.coordinates import rebase
-from alignattn.diagnostics import discrepancy
+from alignattn.diagnosis.mmd import discrepancy
 from alignattn.experiments.tasks.task import Measured
 
 

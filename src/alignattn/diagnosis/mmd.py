@@ -1,4 +1,4 @@
-"""How far apart the keys and queries of a model are, head by head."""
+"""How far apart the keys and queries of each head are: unbiased squared MMD, of a whole model or of one call."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

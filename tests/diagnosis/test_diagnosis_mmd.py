@@ -5,7 +5,7 @@ import statistics
 import pytest
 import torch
 
-from alignattn.diagnostics import discrepancy
+from alignattn.diagnosis.mmd import discrepancy
 from alignattn.errors import NothingCapturedError
 
 

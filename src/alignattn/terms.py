@@ -1,0 +1,113 @@
+"""How attention calls become the term of a loss: matched together when it is taken, or each when it is recorded.
+
+Before either, the networks that a method learns are made and lie where queries and keys do, and it is settled who
+looks on while these are matched.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignattn.adversary import Adversary
+from alignattn.apart import apart
+from alignattn.balance import Weight
+from alignattn.capture import QueryKey, Site
+from alignattn.config import AlignmentConfig
+from alignattn.finite import FiniteCheck
+from alignattn.matching.matcher import Matcher
+from alignattn.objective import Objective, Watcher
+from alignattn.passes import Matched
+from alignattn.recentre import Recentring
+from alignattn.stream import Stream, refuse_compiled_code
+from alignattn.strength import Strength
+
+
+class Terms:
+    """Makes them, by the one objective of an alignment."""
+
+    def __init__(
+        self, config: AlignmentConfig, matcher: Matcher, adversary: Adversary | None, strength: Strength
+    ) -> None:
+        self.config = config
+        self.matcher = matcher
+        self.adversary = adversary
+        self.strength = strength
+        met = strength.distances if config.until_met else None
+        weighs_networks = adversary is None
+        self.objective = Objective(matcher, config, weighs_networks=weighs_networks, finite=FiniteCheck(), met=met)
+        self.stream = None if config.stream is None else Stream(self.objective)
+        self.recentring: Recentring | None = None  # of the model that is attached
+
+    def match(self, record: QueryKey, *, first: bool) -> Matched:
+        """With `stream`: a call, matched at once; `first` of all that its loss will be of."""
+        assert self.stream is not None
+        if torch.compiler.is_compiling():
+            refuse_compiled_code()
+        looks = self.strength.is_time_to_look()  # as the term will find it
+        device = record.query.device
+        with apart():
+            if first:
+                self._follow(device)
+                self.objective.thinning.begin(self.strength.closed)
+            self._ensure_networks([record.name], record.query.shape[-1], device)
+            watchers = self._watchers([record], looks=looks, gathers=looks)
+        self.matcher.asked = looks
+        return self.stream.match(record, watchers, self.strength.balance if looks else None)
+
+    def of(self, forwards: list[list[Any]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted term of all calls that were recorded, and each layer's part, detached."""
+        return self._together(forwards, weight) if self.stream is None else self.stream.term(forwards, weight)
+
+    def _together(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
+        device = forwards[0][0].query.device
+        records = [record for some in forwards for record in some]
+        self._follow(device)
+        for record in records:
+            self._ensure_networks([record.name], record.query.shape[-1], device, among=forwards)
+        strength = self.strength
+        watchers = self._watchers(records, looks=strength.looks, gathers=strength.gathers)
+        self.matcher.asked = strength.looks
+        balance = strength.balance if strength.looks else None
+        self.objective.thinning.begin(strength.closed)
+        every_layer = strength.looks or self.config.every == 1
+        return self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
+
+    def _watchers(self, records: list[QueryKey], *, looks: bool, gathers: bool) -> list[Watcher]:
+        """What looks at queries and keys while they are matched."""
+        watchers: list[Watcher] = []
+        if looks:
+            watchers.append(self.strength.distances)
+        # With a weight of zero nothing at all is touched.
+        if self.recentring is not None and self.config.weight != 0 and gathers:
+            for record in records:
+                self.recentring.look(record)
+            watchers.append(self.recentring)
+        return watchers
+
+    # --- the networks -----------------------------------------------------------------------------------------------
+
+    def make_networks_ahead(self, sites: list[Site], device: torch.device) -> None:
+        """Where the widths of all heads are known; otherwise the first forward pass tells."""
+        widths = {site.width for site in sites}
+        if None not in widths:
+            for width in sorted(w for w in widths if w is not None):
+                self._ensure_networks([site.name for site in sites if site.width == width], width, device)
+
+    def _ensure_networks(
+        self, names: list[str], width: int, device: torch.device, among: list[list[QueryKey]] | None = None
+    ) -> None:
+        """Networks for these layers and, to lie in one bank with them, for others of the same width that have none."""
+        if all((name, width) in self.matcher.rows for name in names):
+            return
+        if among is not None:
+            names = [r.name for records in among for r in records if r.query.shape[-1] == width]
+        if self.matcher.ensure(names, width, device) and self.adversary is not None:
+            self.adversary.take_on()
+
+    def _follow(self, device: torch.device) -> None:
+        """The networks move to where queries and keys are."""
+        if self.adversary is None:
+            self.matcher.to(device)
+        else:
+            self.adversary.follow(device)

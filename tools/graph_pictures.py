@@ -1,6 +1,6 @@
 """Writes what pictures of graph attention are drawn from: one of Planetoid's graphs, trained soft and aligned.
 
-    python tools/graph_pictures.py cora mmd --data-dir DATA --out results/pictures/cora.json
+    python tools/graph_pictures.py cora gan --data-dir DATA --out results/pictures/cora.json
 
 Both runs are those of the recipe, from its first seed. Pictures are drawn from the file by tools/figures.py.
 """
@@ -35,6 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
         settings["align"]["weights"] = [options.weight]
     if options.steps is not None:
         settings["train"] = {"steps": options.steps}
+    commit = provenance.commit()  # of the code that is running, whatever is committed while it does
     recipe = recipes.load(options.recipe, [settings])
     place = Place(options.data_dir, device="cpu", threads=1)
     trained = {
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         "command": shlex.join(
             ["python", "tools/graph_pictures.py", *map(provenance.anonymous, arguments or sys.argv[1:])]
         ),
-        "commit": provenance.commit(),
+        "commit": commit,
         "versions": provenance.versions(),
         "inputs": dict(task.graph.sha256),
         "recipe": recipe.settings(),

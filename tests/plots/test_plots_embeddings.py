@@ -65,6 +65,15 @@ def test_each_class_has_a_colour_and_a_shape_of_its_own(count):
     assert len(legend.get_texts()) == count
 
 
+def test_a_number_has_the_same_mark_whichever_others_are_there():
+    def looks(classes) -> dict[str, tuple[str, bytes]]:
+        (axis,) = plots.embeddings({"": gaussian(len(classes))}, classes=classes, method="pca")
+        return {artist.get_label(): look(artist) for artist in axis.collections}
+
+    all_of_them, two = looks([0, 1, 2, 3]), looks([3, 1])
+    assert two == {name: all_of_them[name] for name in two} and len(two) == 2
+
+
 def test_numbers_are_in_their_order_and_names_in_that_of_the_alphabet():
     def names(classes) -> list[str]:
         return list(drawn(plots.embeddings({"": gaussian(3)}, classes=classes, method="pca")[0]))

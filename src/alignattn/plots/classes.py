@@ -23,18 +23,22 @@ def classes_of(values: Any, who: str) -> list[Any]:
 
 
 def marks(classes: Iterable[Any]) -> dict[Any, dict[str, Any]]:
-    """How each class is drawn, in the order of numbers or of the alphabet."""
+    """How each class is drawn, in the order of numbers or of the alphabet.
+
+    A number from 0 on has the same mark in every picture, whichever others are there.
+    """
     kinds = set(classes)
     most = len(COLOURS) * len(SHAPES)
     if len(kinds) > most:
         raise ConfigError(f"Colours and shapes tell {most} classes apart, and there are {len(kinds)}.")
     named = any(isinstance(kind, str) for kind in kinds)
     ordered = sorted(kinds, key=str if named else None)
+    numbered = all(isinstance(kind, int) and 0 <= kind < most for kind in ordered)
     count = len(COLOURS)
     return {
         # The second seven have the colours again, each with the shape of its neighbour.
         kind: {"color": COLOURS[place % count], "marker": SHAPES[(place + place // count) % len(SHAPES)]}
-        for place, kind in enumerate(ordered)
+        for place, kind in (zip(ordered, ordered, strict=True) if numbered else enumerate(ordered))
     }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SIDE = 2.8  # inches of a panel
 SMALLEST = 0.5  # inches, of the radius of the circle of neighbours
-PAD = 0.1  # inches between a neighbour and what is written there
+PAD = 0.13  # inches between a neighbour and what is written there
 LINE = 0.115  # inches, of a line that is written
 BROADEST = 8.0  # points, of the largest weight
 FEW = 20  # neighbours that are drawn large

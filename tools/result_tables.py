@@ -21,7 +21,15 @@ from alignattn.results import Result, read_all
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
-OTHERS = ("bench", "diagnosis", "earlier", "pictures", "plans", "probes")  # folders that hold no runs of recipes
+OTHERS = (
+    "bench",
+    "diagnosis",
+    "earlier",
+    "pictures",
+    "plans",
+    "probes",
+    "shares",
+)  # folders that hold no runs of recipes
 PAGE = ROOT / "docs" / "results.md"
 EARLIER = ROOT / "docs" / "earlier-results.md"
 FIGURES = ROOT / "docs" / "figures"

@@ -10,6 +10,7 @@ minimises L_align: a slip of sign.)
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 from weakref import WeakSet
@@ -25,7 +26,7 @@ from alignattn.capture import QueryKey, Tap
 from alignattn.capture.hook import in_backward
 from alignattn.capture.search import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, resolve
-from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError
+from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError, ShapeError
 from alignattn.matching.matcher import Matcher
 from alignattn.meter import Meter
 from alignattn.objective import on_one_device
@@ -138,6 +139,29 @@ class Alignment:
     def summary(self) -> str:
         """Which layers and how many heads are attached, and how they are matched."""
         return summary(self.config, self._tap)
+
+    @contextmanager
+    def graphs(self, of_nodes: Tensor | None) -> Iterator[None]:
+        """Within it, forwards of a model with graph attention are of a batch of graphs: `of_nodes` [nodes] counts them.
+
+        For a model whose arguments don't tell which graph each node is in. None: all nodes are in one graph, whatever
+        the arguments seem to tell.
+        """
+        if self._tap is None or not any(site.kind == "graph attention" for site in self._tap.sites):
+            raise AlignmentError("graphs() is for an alignment that is attached to a model with graph attention.")
+        if of_nodes is not None and (
+            of_nodes.ndim != 1 or of_nodes.is_floating_point() or of_nodes.dtype == torch.bool
+        ):
+            raise ShapeError(
+                f"graphs() takes whole numbers [nodes], the graph of each; got {of_nodes.dtype} of shape "
+                f"{tuple(of_nodes.shape)}."
+            )
+        tap, before = self._tap, self._tap.graphs
+        tap.graphs = (of_nodes,)
+        try:
+            yield
+        finally:
+            tap.graphs = before
 
     # --- what is captured -------------------------------------------------------------------------------------------
 

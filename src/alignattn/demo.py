@@ -14,6 +14,7 @@ from torch import Tensor
 from alignattn import plots
 from alignattn.capture import QueryKey, Tap
 from alignattn.errors import AlignmentError
+from alignattn.experiments import graph_pictures
 from alignattn.experiments import recipe as recipes
 from alignattn.experiments.compare import Comparison, compare
 from alignattn.experiments.pool import processes
@@ -30,7 +31,7 @@ from alignattn.results import Result
 from alignattn.weights import write_weight
 
 SHOWN = "mmd"  # beside soft attention, in the pictures
-CLOUD = 400  # tokens of each cloud
+CLOUD, NODES = 400, 100  # tokens, or nodes, of each cloud: the graph's face is to take a minute, t-SNE included
 SEEDS, GRAPH_SEEDS = 5, 3
 
 
@@ -83,7 +84,10 @@ def in_words(comparison: Comparison) -> str:
 
 
 def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> list[Path]:
-    """Clouds of keys and queries, and reliability, of soft attention and one method from the first seed."""
+    """Clouds of keys and queries, and reliability, of soft attention and one method from the first seed.
+
+    Of a graph also embeddings by class, and what the node attends to whose attention they differ in most.
+    """
     seed = runs[0].seed
     shown = [run for method in (SOFT, SHOWN) for run in runs if run.method == method and run.seed == seed]
     trained = {run.method: train(run, place) for run in shown}  # results keep no weights: a moment's work again
@@ -98,6 +102,9 @@ def _draw(out: Path, runs: list[Run], place: Place, results: list[Result]) -> li
         if result.seed == seed and result.method in titles
     }
     pictures = {"clouds.png": plots.clouds(clouds), "reliability.png": plots.reliability(bins)}
+    if isinstance(next(iter(trained.values())).task, NodeClassification):
+        drawn = graph_pictures.draw(graph_pictures.tell({titles[m]: t for m, t in trained.items()}))
+        pictures |= {f"{name}.png": axes for name, axes in drawn.items()}
     for name, axes in pictures.items():
         plots.save(axes, out / name)
     return [out / name for name in pictures]
@@ -115,7 +122,8 @@ def _cloud(trained: Trained, layer: int, head: int) -> tuple[Tensor, Tensor]:
     """Queries and keys of one head on held-out digits or nodes."""
     record = _record(trained, layer)
     query, key = (side[:, head].flatten(0, 1) for side in (record.query, record.key))
-    chosen = torch.randperm(len(query), generator=torch.Generator().manual_seed(0))[:CLOUD]
+    most = NODES if isinstance(trained.task, NodeClassification) else CLOUD
+    chosen = torch.randperm(len(query), generator=torch.Generator().manual_seed(0))[:most]
     return query[chosen], key[chosen]
 
 

@@ -330,7 +330,7 @@ def test_demo_has_a_graph_face(capsys, tmp_path):
     assert cli.main(arguments) == 0
     out = capsys.readouterr().out
     assert all(method in out for method in ("soft", "gan", "ot", "ct", "mmd"))
-    for name in ("clouds.png", "reliability.png", "report.html", "table.txt"):
+    for name in ("clouds.png", "reliability.png", "embeddings.png", "neighbourhood.png", "report.html", "table.txt"):
         assert (tmp_path / name).stat().st_size > 500
     results = read_all([tmp_path / "blocks"])
     assert len(results) == 5 and {r.command for r in results} == {"alignattn demo --graph --seeds 1 --steps 3"}

@@ -57,6 +57,12 @@ PICTURES = {
     "clouds": lambda t, **rest: plots.clouds(
         {v: (gaussian(7), gaussian(12)) for v in t.values()}, method="pca", **rest
     ),
+    "embeddings": lambda t, **rest: plots.embeddings(
+        {v: gaussian(9) for v in t.values()}, classes=[0, 1, "$x$"] * 3, method="pca", **rest
+    ),
+    "neighbourhood": lambda t, **rest: plots.neighbourhood(
+        {v: weights(1, 5)[0] for v in t.values()}, node="a", neighbours=TOKENS, classes={"a": 0, "[CLS]": 1}, **rest
+    ),
     "reliability": lambda t, **rest: plots.reliability(
         {v: BINS | {"count": [0, 10_000, 0, 300_000]} for v in t.values()}, **rest
     ),

@@ -18,7 +18,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-PANELLED = ("clouds", "reliability", "attention", "distance_map", "frontier")  # a panel for each title
+PANELLED = (
+    "clouds",
+    "embeddings",
+    "neighbourhood",
+    "reliability",
+    "attention",
+    "distance_map",
+    "frontier",
+)  # a panel for each title
 
 
 def assert_that_nothing_overlaps_or_is_cut_off(axes) -> None:

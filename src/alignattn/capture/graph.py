@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from alignattn.capture.attending import AlongEdges
 from alignattn.capture.calls import CallSocket
 from alignattn.capture.convolutions import Call, Products, convolution, makers
-from alignattn.capture.graph_batches import graphs_of, names_of_arguments
+from alignattn.capture.graph_batches import SEVERAL_KINDS, Told, graphs_of, names_of_arguments
 from alignattn.capture.hook import Hook
 from alignattn.capture.keybias import KeyBias
 from alignattn.capture.querykey import Projected
@@ -57,7 +57,7 @@ class GraphSocket(CallSocket[Call]):
 
     def __init__(self, tap: "Tap", sites: Sequence[Site]) -> None:
         super().__init__(tap, sites)
-        self.graphs: Tensor | None = None  # [nodes]: which graph of the batch each is in
+        self.told = Told()  # which graph of the batch each node is in
         self.names = names_of_arguments(tap.model)
         for module in self.sites:
             self.watch(module)
@@ -91,11 +91,12 @@ class GraphSocket(CallSocket[Call]):
     # --- a forward pass ---------------------------------------------------------------------------------------------
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.graphs = graphs_of(dict(zip(self.names, args, strict=False)) | kwargs, args)
+        said = self.tap.graphs
+        self.told = graphs_of(self.names, args, kwargs) if said is None else Told(*said)
 
     def close(self) -> None:
         super().close()
-        self.graphs = None
+        self.told = Told()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -131,22 +132,30 @@ class GraphSocket(CallSocket[Call]):
             weights = inputs[2]["alpha"] if "alpha" in inputs[2] else call.module._alpha  # noqa: SIM401
             attending = AlongEdges(edges=edges, weights=weights.detach())
         cross = self.cross[module]
-        segments = None if cross and not self.tap.cross else self._segments(module, query.shape[2], key.shape[2])
+        left_out = cross and not self.tap.cross
+        segments = None if left_out else self._segments(module, edges, query.shape[2], key.shape[2])
         self.record(module, query, key, None, cross=cross, segments=segments, attending=attending, edges=edges)
 
-    def _segments(self, module: nn.Module, queries: int, keys: int) -> Tensor | None:
+    def _segments(self, module: nn.Module, edges: tuple[Tensor, Tensor], queries: int, keys: int) -> Tensor | None:
         """Which graph each node is in, [1, nodes]; None: all are in one."""
-        if self.graphs is None:
+        if self.told.graphs is None and self.cross[module]:
+            if self.told.tells_two_kinds_apart(*edges, queries, keys):
+                raise UnsupportedModelError(SEVERAL_KINDS)
             return None
-        if self.cross[module] or not queries == keys == len(self.graphs):
-            if not self.graphs.any():  # one graph, whatever is done to its nodes
+        if self.told.graphs is None:  # those that attend are all nodes, or the first of them
+            self.told.graphs = self.told.found(*edges, keys)  # for the convolutions that follow, too
+        graphs = self.told.graphs
+        if graphs is None:
+            return None
+        if self.cross[module] or not queries == keys == len(graphs):
+            if not graphs.any():  # one graph, whatever is done to its nodes
                 return None
             raise CaptureError(
                 f"{self.sites[module].name} ran on {keys} nodes and {queries} that attend to them, and the model's "
-                f"batch is of {len(self.graphs)}: it cannot be told which graph each is in, and nodes of different "
+                f"batch is of {len(graphs)}: it cannot be told which graph each is in, and nodes of different "
                 "graphs are never matched. Leave this convolution out with layers=."
             )
-        return self.graphs[None]
+        return graphs[None]
 
 
 def _is_between_nodes_of_two_kinds(nodes: Any) -> bool:

@@ -1,16 +1,29 @@
 """Which graph of a batch each node is in, told by what a model is called with.
 
-Convolutions are given nodes and edges, and all graphs of a batch as one. The model knows: by its argument `batch`, or
-by that of the Data that it is given.
+Convolutions are given nodes and edges, and all graphs of a batch as one. The model knows: by its argument `batch` or
+`ptr`, or those of the Data that it is given. Under any other name the vector is known by what it is,
+
+    batch_0 = 0,   batch_i <= batch_(i+1),   batch_i = batch_j for every edge from j to i,
+
+whole numbers, one a node. Labels in that order, of which no edge joins two, would pass for one; labels of a connected
+graph never do. What is found twice and differently, or cannot be found, must be said (`alignment.graphs`).
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from alignattn.errors import UnsupportedModelError
+from alignattn.errors import CaptureError, UnsupportedModelError
+
+SEVERAL_KINDS = (
+    "A batch of several graphs with several kinds of nodes: which of them a convolution runs on cannot be told, and "
+    "nodes of different graphs are never matched. Give the model one such graph at a time."
+)
+DEEPEST = 3  # arguments that hold arguments: a list of dictionaries, say
 
 
 def names_of_arguments(model: nn.Module) -> list[str]:
@@ -18,32 +31,117 @@ def names_of_arguments(model: nn.Module) -> list[str]:
     own = getattr(model, "signature", None)  # PyG's Sequential is told its arguments by name
     if isinstance(parameters := getattr(own, "param_dict", None), Mapping):
         return list(parameters)
-    return list(inspect.signature(model.forward).parameters)
+    parameters = inspect.signature(model.forward).parameters
+    return [name for name, one in parameters.items() if one.kind is not one.VAR_POSITIONAL]
 
 
-def graphs_of(given: dict[str, Any], args: tuple[Any, ...]) -> Tensor | None:
-    """The `batch` of the model's arguments, or of the Data among them."""
-    found = next(_batches({**given, **dict(enumerate(args))}), None)
+@dataclass
+class Told:
+    """What the arguments of one forward pass say of graphs."""
+
+    graphs: Tensor | None = None  # [nodes], where a name or the user says so
+    candidates: dict[str, Tensor] = field(default_factory=dict)  # that may be the same, to be known by the edges
+
+    def found(self, of_query: Tensor, of_key: Tensor, nodes: int) -> Tensor | None:
+        """The candidate that is the batch of a convolution with these edges; None: all nodes are in one graph."""
+        fits = {
+            name: vector
+            for name, one in self.candidates.items()
+            if len(one) == nodes and is_batch(vector := one.to(of_key.device), of_query, of_key)
+        }
+        if not fits:
+            return None
+        (name, graphs), *others = fits.items()
+        other = next((other for other, vector in others if not torch.equal(vector, graphs)), None)
+        if other is not None:
+            raise CaptureError(
+                f"Both {name} and {other} may tell which graph of a batch a node is in, and they differ. Nodes of "
+                "different graphs are never matched: call the model within alignment.graphs(vector), of one of them."
+            )
+        return graphs
+
+    def tells_two_kinds_apart(self, of_query: Tensor, of_key: Tensor, queries: int, keys: int) -> bool:
+        """Whether there are vectors for the nodes of two kinds by which their edges stay within graphs."""
+        vectors = [vector.to(of_key.device) for vector in self.candidates.values()]
+        pairs = [(q, k) for q in vectors if len(q) == queries for k in vectors if len(k) == keys]
+        return any(bool((q[of_query] == k[of_key]).all() & in_order(q) & in_order(k)) for q, k in pairs)
+
+
+def graphs_of(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Told:
+    """The `batch` or `ptr` of the model's arguments, or of the Data among them, or what may be one."""
+    positional = {names[place] if place < len(names) else f"argument {place}": one for place, one in enumerate(args)}
+    given = positional | kwargs
+    found = next(_batches(given), None)
     if isinstance(found, Mapping):  # of nodes of several kinds
         if any(int(batch.max()) > 0 for batch in found.values() if isinstance(batch, Tensor) and batch.numel()):
-            raise UnsupportedModelError(
-                "A batch of several graphs with several kinds of nodes: which of them a convolution runs on cannot be "
-                "told, and nodes of different graphs are never matched. Give the model one such graph at a time."
-            )
-        return None
-    return found if isinstance(found, Tensor) else None
+            raise UnsupportedModelError(SEVERAL_KINDS)
+        return Told()
+    if isinstance(found, Tensor):
+        return Told(found)
+    return Told(candidates={name: one for name, one in _tensors(given, DEEPEST) if _may_be_batch(one)})
 
 
-def _batches(given: Mapping[Any, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
-    if isinstance(given.get("batch"), Tensor):
-        yield given["batch"]
-    if isinstance(given.get("batch_dict"), Mapping):
-        yield given["batch_dict"]
+def in_order(vector: Tensor) -> Tensor:
+    """Whether it counts graphs from zero on, and comes further than that."""
+    return (vector[0] == 0) & (vector.diff() >= 0).all() & (vector[-1] > 0)
+
+
+def is_batch(vector: Tensor, of_query: Tensor, of_key: Tensor) -> bool:
+    """Whether it counts several graphs, and no edge leaves one."""
+    return bool(in_order(vector) & (vector[of_query] == vector[of_key]).all())
+
+
+def _may_be_batch(vector: Tensor) -> bool:
+    whole = not (vector.is_floating_point() or vector.is_complex() or vector.dtype == torch.bool)
+    return type(vector) is Tensor and vector.layout == torch.strided and vector.ndim == 1 and whole and len(vector) > 1
+
+
+def _batches(given: Mapping[str, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
+    """Those that go by the names PyG has for them."""
+    yield from _named(given)
     for value in given.values():
-        if isinstance(value, Mapping) and isinstance(value.get("batch"), Tensor):
-            yield value["batch"]
-        elif any(kind.__module__.startswith("torch_geometric.data") for kind in type(value).__mro__):
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif _is_pyg(value):
             several = getattr(value, "batch_dict", None) if hasattr(value, "node_types") else None
-            batch = several or getattr(value, "batch", None)
-            if isinstance(batch, Tensor | Mapping):
-                yield batch
+            yield from _named({"batch_dict": several} if several else _attributes(value))
+
+
+def _named(given: Mapping[str, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
+    batch, several, bounds = (given.get(name) for name in ("batch", "batch_dict", "ptr"))
+    if isinstance(batch, Tensor):
+        yield batch
+    if isinstance(several, Mapping):
+        yield several
+    if isinstance(bounds, Tensor) and bounds.ndim == 1 and len(bounds) > 1:  # where each graph begins, and the end
+        yield torch.arange(len(bounds) - 1, device=bounds.device).repeat_interleave(bounds.diff())
+
+
+def _tensors(given: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Tensor]]:
+    """All that is given, by name, in whatever it is wrapped."""
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            yield str(name), value
+        elif depth and (inside := _inside(value)):
+            yield from ((f"{name}.{inner}", tensor) for inner, tensor in _tensors(inside, depth - 1))
+
+
+def _inside(value: Any) -> Mapping[Any, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if _is_pyg(value):
+        return {} if hasattr(value, "node_types") else _attributes(value)
+    if hasattr(value, "_asdict"):
+        return dict(value._asdict())
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return {} if isinstance(value, nn.Module | type) else dict(getattr(value, "__dict__", {}))
+
+
+def _is_pyg(value: Any) -> bool:
+    return any(kind.__module__.startswith("torch_geometric.data") for kind in type(value).__mro__)
+
+
+def _attributes(data: Any) -> Mapping[str, Any]:
+    """Of a Data, what is stored in it, and a `batch` that it may compute."""
+    return (dict(data.to_dict()) if hasattr(data, "to_dict") else {}) | {"batch": getattr(data, "batch", None)}

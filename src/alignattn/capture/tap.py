@@ -58,6 +58,7 @@ class Tap:
         self.projections = projections
         self.attending = attending
         self.recording = False
+        self.graphs: tuple[Tensor | None] | None = None  # which graph each node is in, where it is said by hand
         self._watch, self._begin, self._finish, self._abandon = watch, begin, finish, abandon
         self._recomputed, self._again, self._awaits = recomputed, again, awaits
         self._segments: Tensor | None = None

@@ -30,12 +30,19 @@ def attention_of(
     pass, as in ALBERT. A query that may see no key has a row of zeros. `call` feeds the batch to the model: by default
     a mapping as keyword arguments. The model computes what it always does, and is left as it was.
     """
+    return weights_of(call_of(model, batch, layer, repeat=repeat, call=call, who="attention_of()"), slice(None))
+
+
+def call_of(
+    model: nn.Module, batch: Any, layer: int | str, *, repeat: int, call: Callable[[nn.Module, Any], object], who: str
+) -> QueryKey:
+    """One call of one attention module on a batch in eval mode, with how it weighs its keys."""
     found: list[QueryKey] = []
     tap = Tap(model, watch=found.append, always=True, attending=True, layers=layer, cross=True)
     try:
         if len(tap.sites) > 1:
             names = ", ".join(site.name for site in tap.sites)
-            raise ConfigError(f"attention_of() takes one layer, and layer={layer!r} are {len(tap.sites)}: {names}.")
+            raise ConfigError(f"{who} takes one layer, and layer={layer!r} are {len(tap.sites)}: {names}.")
         with in_eval_mode(model):
             call(model, batch)
     finally:
@@ -44,7 +51,7 @@ def attention_of(
         raise NothingCapturedError(f"{tap.sites[0].name} did not run on this batch.")
     if not -len(found) <= repeat < len(found):
         raise ConfigError(f"repeat={repeat}: {tap.sites[0].name} ran {len(found)} times on this batch.")
-    return weights_of(found[repeat], slice(None))
+    return found[repeat]
 
 
 def weights_of(record: QueryKey, rows: slice) -> Float[Tensor, "b h r m"]:

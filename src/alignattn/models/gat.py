@@ -82,9 +82,7 @@ class GATLayer(nn.Module):
         seeds, nodes, _ = projected.shape
         z = projected.view(seeds, nodes, self.heads, self.width).transpose(1, 2)  # (s, h, n, d)
         query, key = z * self.target[:, :, None], z * self.source[:, :, None]
-        row, column = (i.expand(seeds, self.heads, -1) for i in (edges.row, edges.column))
-        logits = F.leaky_relu(query.sum(-1).gather(-1, row) + key.sum(-1).gather(-1, column), 0.2)  # (s, h, e)
-        alpha = drop(_softmax(logits, row, nodes))
+        alpha = drop(attention_along(edges, query, key))
         values = drop_values(z).reshape(-1, nodes, self.width)
         out = edges.product(alpha.flatten(0, 1), values)  # (s h, n, d)
         out = out.view(seeds, self.heads, nodes, self.width)
@@ -120,17 +118,30 @@ class GATs(nn.Module):
 
     def forward(self, graph: GraphInput, watch: Watch | None = None) -> Float[Tensor, "s n classes"]:
         """Logits of every node; `watch` is shown queries and keys of each layer."""
-        seeds = len(self.seeds)
-        values = self._dropped(graph.values.expand(seeds, -1))
-        projected = graph.features.product(values, self.first.weight)
-        hidden, query, key = self.first(projected, graph.edges, self._dropped, self._values_dropped)
-        if watch is not None:
-            watch("first", query, key)
-        hidden = self._dropped(F.elu(hidden))
+        hidden = self._dropped(self.embeddings(graph, watch))
         logits, query, key = self.second(hidden @ self.second.weight, graph.edges, self._dropped, self._values_dropped)
         if watch is not None:
             watch("second", query, key)
         return torch.as_tensor(logits)
+
+    def embeddings(self, graph: GraphInput, watch: Watch | None = None) -> Float[Tensor, "s n hd"]:
+        """What the first layer makes of every node, behind its ELU."""
+        values = self._dropped(graph.values.expand(len(self.seeds), -1))
+        projected = graph.features.product(values, self.first.weight)
+        hidden, query, key = self.first(projected, graph.edges, self._dropped, self._values_dropped)
+        if watch is not None:
+            watch("first", query, key)
+        return F.elu(hidden)
+
+    def attention(self, graph: GraphInput) -> dict[str, Float[Tensor, "s h e"]]:
+        """The coefficients of each layer along `graph.edges`, of which row attends to column; before any dropout."""
+        found: dict[str, Tensor] = {}
+
+        def watch(layer: str, query: Tensor, key: Tensor) -> None:
+            found[layer] = attention_along(graph.edges, query, key)
+
+        self(graph, watch)
+        return found
 
     def _dropped(self, values: Tensor) -> Tensor:
         return self._without(values, self.dropout)
@@ -205,9 +216,22 @@ class GAT(nn.Module):
         self.second = GATConv(heads * width, classes, output_heads, concat=False, dropout=dropout)
 
     def forward(self, features: Float[Tensor, "n f"], edges: Int[Tensor, "2 e"]) -> Float[Tensor, "n classes"]:
-        hidden = self.first(F.dropout(features, self.dropout, self.training), edges)
-        logits: Tensor = self.second(F.dropout(F.elu(hidden), self.dropout, self.training), edges)
+        hidden = F.dropout(self.embeddings(features, edges), self.dropout, self.training)
+        logits: Tensor = self.second(hidden, edges)
         return logits
+
+    def embeddings(self, features: Float[Tensor, "n f"], edges: Int[Tensor, "2 e"]) -> Float[Tensor, "n hd"]:
+        """What the first layer makes of every node, behind its ELU."""
+        return F.elu(self.first(F.dropout(features, self.dropout, self.training), edges))
+
+
+def attention_along(
+    edges: Pattern, query: Float[Tensor, "s h n d"], key: Float[Tensor, "s h n d"]
+) -> Float[Tensor, "s h e"]:
+    """Of every edge, the coefficient by which the node of its row gathers that of its column."""
+    row, column = (place.expand(*query.shape[:2], -1) for place in (edges.row, edges.column))
+    logits = F.leaky_relu(query.sum(-1).gather(-1, row) + key.sum(-1).gather(-1, column), 0.2)
+    return _softmax(logits, row, query.shape[2])
 
 
 def _softmax(logits: Tensor, row: Tensor, nodes: int) -> Tensor:

@@ -9,7 +9,9 @@ from alignattn.plots.attention import attention
 from alignattn.plots.clouds import clouds
 from alignattn.plots.curves import curves
 from alignattn.plots.distances import distance_map
+from alignattn.plots.embeddings import embeddings
 from alignattn.plots.frontier import Point, frontier
+from alignattn.plots.neighbourhood import neighbourhood
 from alignattn.plots.received import received
 from alignattn.plots.reliability import reliability
 from alignattn.plots.saving import save
@@ -21,7 +23,9 @@ __all__ = [
     "clouds",
     "curves",
     "distance_map",
+    "embeddings",
     "frontier",
+    "neighbourhood",
     "received",
     "reliability",
     "save",

@@ -239,3 +239,27 @@ def test_projections_are_refused_with_a_sentence():
             generator="projections",
             compile_model=lambda model: torch.compile(model, backend="aot_eager"),
         )
+
+
+def test_models_of_one_class_are_not_taken_for_each_other():
+    """A plain one, compiled first, and aligned ones beside it: torch would run one's code for all of them."""
+    models = {name: bert().train() for name in ("soft", "mmd", "gan")}
+    for model in models.values():
+        model.load_state_dict(models["soft"].state_dict())
+    aligned = {name: alignattn.align(models[name], name, weight=1.0, until_met=False) for name in ("mmd", "gan")}
+    ids, labels = torch.randint(0, 60, (4, 10), generator=torch.Generator().manual_seed(0)), torch.arange(4) % 2
+    calls = {name: torch.compile(model, backend="aot_eager") for name, model in models.items()}
+    for _ in range(2):
+        of_task = models["soft"](input_ids=ids, labels=labels).loss
+        for name, call in calls.items():
+            loss = call(input_ids=ids, labels=labels).loss
+            term = loss - of_task
+            assert (term.abs() > 0.01) == (name in aligned)
+            if name in aligned:
+                torch.testing.assert_close(term, torch.stack(list(aligned[name].parts.values())).mean())
+            loss.backward()
+    before = torch._dynamo.config.skip_nnmodule_hook_guards
+    aligned["mmd"].detach()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards is before is False
+    aligned["gan"].detach()
+    assert torch._dynamo.config.skip_nnmodule_hook_guards

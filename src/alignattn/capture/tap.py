@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from alignattn.capture.basis import Basis, find_basis
+from alignattn.capture.compiled import CompiledHooks
 from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.keybias import KeyBias
 from alignattn.capture.querykey import AttentionCall, QueryKey, valid_keys
@@ -68,6 +69,7 @@ class Tap:
         self.sites = choose(find_sites(model), layers, model)
         self._sockets: list[Socket] = []
         self._handles: list[Any] = []
+        self._compiled = CompiledHooks()
         self.key_biases: dict[str, KeyBias] = {}
         self.bases: dict[str, Basis] = {}
         self._outputs: dict[tuple[nn.Module, str], Tensor] = {}
@@ -84,7 +86,7 @@ class Tap:
                 if sites:
                     self._sockets.append(socket(self, sites))
                 self._find_what_is_free(socket, sites, key_biases=key_biases, bases=bases)
-            _forget_compiled_code()
+            self._compiled.come()
         except BaseException:
             self.remove()
             raise
@@ -183,7 +185,7 @@ class Tap:
         for socket in reversed(self._sockets):
             socket.remove()
         self._handles, self._sockets = [], []
-        _forget_compiled_code()
+        self._compiled.go()
 
     # --- the model's own forward ------------------------------------------------------------------------------------
 
@@ -322,9 +324,3 @@ def _packed_segments(kwargs: dict[str, Any]) -> Tensor | None:
     if not isinstance(positions, Tensor) or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
         return None
     return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-
-def _forget_compiled_code() -> None:
-    """What torch.compile made of a model knows nothing of hooks that come later, and would go on without them."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()

@@ -356,7 +356,11 @@ def growth(make, stream, *, checkpointed, align=True):
 )
 def test_memory_does_not_grow_with_the_layers_that_are_matched(make, checkpointed, request):
     soft = growth(make, None, checkpointed=checkpointed, align=False)
-    assert growth(make, None, checkpointed=checkpointed) - soft > 0.9  # otherwise gradients wait for the backward
+    # Otherwise gradients wait for the backward. Where queries and keys are computed again, they have taken their place.
+    without = growth(make, None, checkpointed=checkpointed) - soft
+    assert without > 0.9
+    if checkpointed:
+        assert without < 1.1
     # nn.MultiheadAttention copies its input for itself, and ours is then kept beside it, half of queries and keys.
     allowed = 0.55 if "multihead" in request.node.name and not checkpointed else 0.05
     assert growth(make, "layer", checkpointed=checkpointed) - soft < allowed

@@ -111,5 +111,5 @@ def _kind(record: QueryKey) -> tuple[Any, ...]:
     return (
         record.name, record.call, query.shape, key.shape, query.dtype, key.dtype, query.device,
         query.requires_grad, key.requires_grad, record.query_mask is None, record.key_mask is None,
-        record.sample_weight is None, record.segments is None,
+        record.sample_weight is None, record.segments is None, record.kept,
     )  # fmt: skip

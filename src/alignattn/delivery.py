@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from alignattn.balance import Balance, Weight, at_least_single
 from alignattn.capture import Projected, QueryKey
 from alignattn.capture.hook import is_compiled_output
+from alignattn.capture.standin import stand_in
 from alignattn.errors import CaptureError
 from alignattn.matching import kernels
 from alignattn.replay import Lease
@@ -42,11 +43,10 @@ class Slice:
 
 
 class Delivery:
-    """Gathers targets and what they are to be handed; `term` is a number whose backward does so."""
+    """Gathers targets and what they are to be handed; `term` gives a number whose backward does so."""
 
-    def __init__(self, value: Tensor, leases: Sequence[Lease] = ()) -> None:
-        self.value = value.detach()
-        self.leases = list(leases)  # of gradients that are lent until they are handed on
+    def __init__(self) -> None:
+        self.leases: list[Lease] = []  # of gradients that are lent until they are handed on
         self._handed: list[tuple[Tensor, Slice, Weight]] = []
         # What looks at gradients, and wants the factor that the whole loss got.
         self.told: list[Callable[[Tensor], None]] = []
@@ -74,7 +74,7 @@ class Delivery:
         known = [(tokens, gradient) for tokens, _, gradient in sides if gradient is not None]
         if through:
             for target, taken in known:
-                self.to(target, taken, factor)
+                self.to(target if record.kept else stand_in(target), taken, factor)
         else:
             for target, back in _taken_back(record, [(tokens, gradient.alone()) for tokens, gradient in known]):
                 self.to(target, back, factor)
@@ -85,8 +85,8 @@ class Delivery:
                 tell = balance.watch(tokens, source, gradient.alone(), weight, scale=scale, through=through)
                 self.told += [] if tell is None else [tell]
 
-    def term(self) -> Tensor:
-        """The value, whose backward hands out the gradients."""
+    def term(self, value: Tensor) -> Tensor:
+        """This value, whose backward hands out the gradients."""
         wholes: dict[int, tuple[Tensor, Weight]] = {}
         for _, one, factor in self._handed:
             _, kept = wholes.setdefault(id(one.whole), (one.whole, factor))
@@ -95,7 +95,7 @@ class Delivery:
         places = [(order.index(id(one.whole)), one.at) for _, one, _ in self._handed]
         targets = [target for target, _, _ in self._handed]
         gradients, factors = [w for w, _ in wholes.values()], [f for _, f in wholes.values()]
-        term: Tensor = _Deliver.apply(self.value, gradients, factors, places, self.told, self.leases, *targets)
+        term: Tensor = _Deliver.apply(value.detach(), gradients, factors, places, self.told, self.leases, *targets)
         return term
 
 

@@ -136,34 +136,34 @@ class Objective:
         parts = together(rows, self.matcher)
         early = self.ahead.take(records, parts, shares, scale)
         went_as_planned = bool(early)
+        factor = weight / scale
+        handed = delivery.Delivery()
         found: list[_Together] = []
         for number, places in enumerate(parts):
             one = early.pop(number, None)
             if one is None:
-                stack = self._stack(places, rows, shares)
-                one = self._replayed(number, stack, watchers, scale)
-                one = self._plainly(stack, watchers, scale) if one is None else one
+                one = self._matched(number, self._stack(places, rows, shares), watchers, scale)
             found.append(one)
-        told = [(places, one.finite) for places, one in zip(parts, found, strict=True) if one.finite is not None]
-        if told:
-            names = [rows[place].name for places, _ in told for place in places]
-            self.finite.submit(names, torch.cat([finite for _, finite in told]))
-        leases = [one.lease for one in found if one.lease is not None]
-        by_records = len(leases) == len(found)
-        if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
-            whole = all(row is record for row, record in zip(rows, records, strict=True))
-            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
-            self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
-        values = on_one_device([one.values for one in found], torch.cat)
-        handed = delivery.Delivery(weight * values.sum(), leases=leases)
-        factor = weight / scale
-        for places, one in zip(parts, found, strict=True) if acts else ():
             for at, place in enumerate(places):
-                own = through_unpacking(leaves[place], rows[place], one.slices(at))
+                own = through_unpacking(leaves[place], rows[place], one.slices(at)) if acts else (None, None)
                 handed.to_tokens(
                     records[place], *own, weight, scale=scale, factor=factor, generator=self.config.generator,
                     balance=balance,
                 )  # fmt: skip
+                if not records[place].kept:
+                    for record in {id(r): r for r in (records[place], leaves[place], rows[place])}.values():
+                        record.let_go()
+        told = [(places, one.finite) for places, one in zip(parts, found, strict=True) if one.finite is not None]
+        if told:
+            names = [rows[place].name for places, _ in told for place in places]
+            self.finite.submit(names, torch.cat([finite for _, finite in told]))
+        handed.leases += [one.lease for one in found if one.lease is not None]
+        by_records = len(handed.leases) == len(found)
+        if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
+            whole = all(row is record and record.kept for row, record in zip(rows, records, strict=True))
+            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
+            self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
+        values = on_one_device([one.values for one in found], torch.cat)
         of_networks_factor = factor if self.weighs_networks else 1.0 / scale
         for parameter, *gradients in zip(self.matcher.learnt(), *(one.of_networks for one in found), strict=True):
             gradient = functools.reduce(added, gradients)
@@ -171,7 +171,7 @@ class Objective:
                 handed.to(parameter, gradient, of_networks_factor)
         order = [place for places in parts for place in places]
         alone = dict(zip(order, _without_shares(values, [shares[place] for place in order]), strict=True))
-        return handed.term(), parts_of(rows, [alone[place] for place in range(len(rows))])
+        return handed.term(weight * values.sum()), parts_of(rows, [alone[place] for place in range(len(rows))])
 
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""
@@ -185,6 +185,10 @@ class Objective:
         self.matcher.asked = False  # what is looked at is not matched ahead
         # Nothing is recorded within a user's forward.
         return self._replayed(number, stack, (), plan.scale, records=False)
+
+    def _matched(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together:
+        found = self._replayed(number, stack, watchers, scale)
+        return self._plainly(stack, watchers, scale) if found is None else found
 
     def _replayed(
         self, number: int, stack: Stack, watchers: Watchers, scale: float, *, records: bool = True

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
+from alignattn.capture.standin import is_kept_for_backward
 from alignattn.errors import CaptureError
 
 MOST_PASSES = 64  # that may wait for one loss(): more are surely forgotten, and hold the memory of their graphs
@@ -155,7 +156,8 @@ class Passes:
         """The record of such a call: how often its layer was called before, in the pass that is being recorded."""
         records = [] if self.recording is None else self.recording.records
         name = f"record.{len(records)}" if name is None else name
-        return QueryKey(query, key, *masks, name=name, call=sum(record.name == name for record in records))
+        call = sum(record.name == name for record in records)
+        return QueryKey(query, key, *masks, name=name, call=call, kept=is_kept_for_backward())
 
     def begins(self, record: Record) -> bool:
         """Whether the call must be of another pass: its layer was called before, and others since."""

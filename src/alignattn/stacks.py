@@ -52,7 +52,8 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
     groups: list[tuple[Any, list[int]]] = []
     for place, record in enumerate(records):
         query, key = record.query, record.key
-        apart = not torch.compiler.is_compiling() and query.device.type == "cpu" and matcher.is_separable()
+        alone = query.device.type == "cpu" or not record.kept  # each is let go before the next is matched
+        apart = alone and not torch.compiler.is_compiling() and matcher.is_separable()
         if apart or matcher.follows_edges():  # edges may be others in each layer
             groups.append((None, [place]))
             continue

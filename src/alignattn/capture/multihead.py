@@ -20,6 +20,7 @@ from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook, in_backward
 from alignattn.capture.querykey import AttentionCall, Projected, QueryKey, Source, valid_keys
 from alignattn.capture.site import Site, Socket
+from alignattn.capture.standin import is_kept_for_backward
 
 if TYPE_CHECKING:
     from alignattn.capture.tap import Tap
@@ -144,6 +145,7 @@ class MultiheadSocket(Socket):
                 query_source=_source(module, of_query, 0),
                 key_source=_source(module, of_key, 1),
                 attending=Attending(module.head_dim**-0.5, bias) if self.tap.attending else None,
+                kept=is_kept_for_backward(),
             )
         )
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from alignattn.capture.attending import Attending
+from alignattn.capture.standin import stand_in
 from alignattn.errors import ShapeError
 
 HIDDEN = -5000.0  # a bias or logit below hides a key: hosts add -10000, -1e9, the dtype's minimum or -inf
@@ -91,6 +92,7 @@ class QueryKey:
     attending: Attending | None = None  # of the call as it was recorded, packed or not, where the tap asks for it
     # In a graph: [e] places of queries, among all b·n, and [e] of the keys, among all b·m, that they attend to.
     edges: tuple[Tensor, Tensor] | None = None
+    kept: bool = True  # for the backward by whoever made them, as they are; else we should not keep them either
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):
@@ -128,6 +130,14 @@ class QueryKey:
         if self.query.requires_grad:
             self.query.register_hook(mark)
         return self.query.requires_grad
+
+    def let_go(self) -> None:
+        """Of the numbers: they are matched, and who hands them gradients needs none."""
+        for side in ("query", "key"):
+            object.__setattr__(self, side, stand_in(getattr(self, side)))
+        for side in ("query_output", "key_output", "query_source", "key_source"):
+            object.__setattr__(self, side, None)
+        object.__setattr__(self, "projected", ())
 
     def unpacked(self) -> "QueryKey":
         """One row a document, where several were packed into one row."""

@@ -13,6 +13,7 @@ from alignattn.capture.attending import Attending
 from alignattn.capture.keybias import KeyBias, find_key_bias
 from alignattn.capture.projection import ProjectionHooks, find_projections
 from alignattn.capture.querykey import Projected, QueryKey
+from alignattn.capture.standin import is_kept_for_backward
 from alignattn.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class ProjectedSocket(Socket):
                 key_output=self.tap.output(module, "key"),
                 attending=attending,
                 edges=edges,
+                kept=is_kept_for_backward(),
             )
         )
 

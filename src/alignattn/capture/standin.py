@@ -1,0 +1,27 @@
+"""A tensor that takes gradients for another and holds none of its numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _StandIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Of the same kind and shape, zero everywhere; the gradient it gets is the other's."""
+    found: Tensor = _StandIn.apply(tensor)
+    return found
+
+
+def is_kept_for_backward() -> bool:
+    """Whether what autograd saves now is kept as it is: a checkpoint computes it again, others put it elsewhere."""
+    return torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import alignattn
+from alignattn.capture.compiled import CompiledHooks
 from alignattn.errors import AlignmentWarning, CaptureError, NonFiniteError
 from alignattn.weights import Ramp
 
@@ -241,8 +242,10 @@ def test_projections_are_refused_with_a_sentence():
         )
 
 
-def test_models_of_one_class_are_not_taken_for_each_other():
+def test_models_of_one_class_are_not_taken_for_each_other(monkeypatch):
     """A plain one, compiled first, and aligned ones beside it: torch would run one's code for all of them."""
+    monkeypatch.setattr(CompiledHooks, "_models", 0)  # other tests may have left theirs attached
+    monkeypatch.setattr(torch._dynamo.config, "skip_nnmodule_hook_guards", True)
     models = {name: bert().train() for name in ("soft", "mmd", "gan")}
     for model in models.values():
         model.load_state_dict(models["soft"].state_dict())

@@ -95,17 +95,18 @@ class QueryKey:
     kept: bool = True  # for the backward by whoever made them, as they are; else we should not keep them either
 
     def __post_init__(self) -> None:
-        for side in ("query", "key"):
-            tensor, mask = getattr(self, side), getattr(self, f"{side}_mask")
+        for side, tensor, mask in (("query", self.query, self.query_mask), ("key", self.key, self.key_mask)):
             if tensor.ndim != 4 or 0 in tensor.shape:
                 raise ShapeError(
                     f"{self._who}: {side} must be [b, h, tokens, d], none of them zero, got {_of(tensor)}."
                 )
             if not tensor.is_floating_point():
                 raise ShapeError(f"{self._who}: {side} must be floating point, got {tensor.dtype}.")
-            if mask is not None and mask.dtype != torch.bool:
+            if mask is None:
+                continue
+            if mask.dtype != torch.bool:
                 raise ShapeError(f"{self._who}: {side}_mask must be boolean, True = valid, got {mask.dtype}.")
-            if mask is not None and mask.shape != (tensor.shape[0], tensor.shape[2]):
+            if mask.shape != (tensor.shape[0], tensor.shape[2]):
                 expected = (tensor.shape[0], tensor.shape[2])
                 raise ShapeError(f"{self._who}: {side}_mask must be [b, tokens] = {expected}, got {_of(mask)}.")
         query, key = self.query.shape, self.key.shape
@@ -114,7 +115,8 @@ class QueryKey:
                 f"{self._who}: query {_of(self.query)} and key {_of(self.key)} must agree in samples and width, and "
                 "the heads of the queries be a multiple of those of the keys."
             )
-        object.__setattr__(self, "key", to_query_heads(self.key, query[1]))
+        if key[1] != query[1]:
+            object.__setattr__(self, "key", to_query_heads(self.key, query[1]))
 
     @property
     def _who(self) -> str:

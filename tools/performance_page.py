@@ -28,20 +28,20 @@ what was asked for. A bar that is missed says so.
 What the limit is: the table of what a step has to do counts it, products of matrices, calls, and the least that
 alignment can move. What a ratio is above that of the operations is the distance that is left.
 
-On an H200 a step of soft attention takes as long for 32 × 128 as for 16 × 512, which has twice the tokens: it waits for
-Python, and for how long changes from minute to minute by more than a bar allows. Alignment waits for Python as well.
-Its calls are recorded and replayed (design.md): large ones beside the forward, where the device has time to spare,
-small ones at once behind it. At 32 × 128 OT computes several times as much as GAN and takes no longer. What stands above
-the bars are mostly calls from Python: the capture of twelve layers, the replays, the gradients handed to twelve queries
-and keys, the adversary's step, and a look at all gradients in every tenth step.
+On an H200 a step of soft attention takes as long for 32 × 128 as for 16 × 512, which has twice the tokens: it waits
+for Python, and for how long changes from minute to minute by more than a bar allows. Alignment waits for Python as
+well. Its calls are recorded and replayed (design.md): large ones beside the forward, where the device has time to
+spare, small ones at once behind it. At 32 × 128 OT computes several times as much as GAN and takes no longer. What
+stands above the bars are mostly calls from Python: the capture of twelve layers, the replays, the gradients handed to
+twelve queries and keys, the adversary's step, and a look at all gradients in every tenth step.
 
-There are two runs of whole steps on an H200. The later one, of 32 × 128 alone, was made after Python had been given less
-to do; between the two the ratios differ by no more than the quartiles do. By length, what was asked for is at most twice
-attention's memory at 8192 tokens: all methods keep to it in the later run. Sinkhorn was asked to be ten times as fast
-as its peers on an accelerator: it is beside geomloss, and three times as fast as POT, whose matrices fit that one's
-memory. Not measured on an accelerator at today's settings: whole steps of 16 × 512, the whole model under
-`torch.compile`, Sinkhorn at 8192 tokens, more layers, and fewer tokens or layers a step. The tests that ran there, and
-those that failed and have been mended since, are in [h200-tests.txt](../results/bench/h200-tests.txt).
+There are two runs of whole steps on an H200. The later one, of 32 × 128 alone, was made after Python had been given
+less to do; between the two the ratios differ by no more than the quartiles do. By length, what was asked for is at
+most twice attention's memory at 8192 tokens: all methods keep to it in the later run. Sinkhorn was asked to be ten
+times as fast as its peers on an accelerator: it is beside geomloss, and three times as fast as POT, whose matrices
+fit that one's memory. Not measured on an accelerator at today's settings: whole steps of 16 × 512, the whole model
+under `torch.compile`, Sinkhorn at 8192 tokens, more layers, and fewer tokens or layers a step. The tests that ran
+there, and those that failed and have been mended since, are in [h200-tests.txt](../results/bench/h200-tests.txt).
 
 Two CPU cores shared with other work are a rough measure: see the quartiles. GAN's networks are a twentieth of a step's
 operations, and what they make of queries and keys is twice as many numbers.

@@ -20,9 +20,8 @@ from torch import Tensor
 from alignattn.errors import ShapeError, checked
 from alignattn.matching import kernels
 from alignattn.matching.features import feature_distance
-from alignattn.matching.matcher import Matcher, NetworkConfig, parted
+from alignattn.matching.matcher import FINITE_INPUT, Matcher, NetworkConfig, parted
 from alignattn.matching.networks import Discriminator, reverse_gradient
-from alignattn.matching.one_pass import WIDEST
 from alignattn.matching.tokens import (
     blank_padding,
     check_pair,
@@ -126,11 +125,14 @@ class AdversarialMatcher(Matcher):
     ) -> Tensor | None:
         """All of it in few kernels, where they serve; None elsewhere."""
         network, layers = self.network("discriminator", names, query)
-        served = kernels.serve(query, widest=WIDEST) and self.config.hidden_width <= WIDEST
-        if not (served and network.has_highway and self.config.standardise):  # which bounds what networks see
+        if not (self.config.hidden_width <= kernels.HIGHWAY and network.has_highway):
+            return None
+        if not kernels.serve(query, widest=kernels.HIGHWAY):
             return None
         from alignattn.matching.kernels.game import game
 
+        if not self.config.standardise:  # which bounds what networks see
+            query, key = (side.clamp(-FINITE_INPUT, FINITE_INPUT) for side in (query, key))
         weights = network.weights(query, layers)
         distance, accuracy = game(self.products, query, key, query_mask, key_mask, *weights)
         if self.asked:
@@ -141,7 +143,7 @@ class AdversarialMatcher(Matcher):
         """Features that teach queries and keys alone, and logits that teach the discriminator alone."""
         tokens, discriminator, layers = self.shown("discriminator", names, query, key)
         if discriminator.has_highway:
-            features, logits = discriminator.features_and_answers(tokens, layers, self.products)
+            features, logits = discriminator.features_and_answers(tokens, layers)
         else:
             features = discriminator.features(tokens, layers, fixed=True)
             logits = discriminator(tokens.detach(), layers)

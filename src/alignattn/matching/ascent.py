@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from alignattn.matching import highway, kernels
 from alignattn.matching.linear import linear
 from alignattn.matching.networks import Discriminator, Rows, reverse_gradient
-from alignattn.matching.one_pass import WIDEST
 
 
 def ascending(
@@ -24,7 +23,7 @@ def ascending(
         reversed_: Tensor = reverse_gradient(network(reverse_gradient(tokens), layers))
         return reversed_
     *trunk, to_out, out = (reverse_gradient(weight) for weight in network.weights(tokens, layers))
-    if kernels.serve(tokens, widest=WIDEST):
+    if kernels.serve(tokens, widest=kernels.HIGHWAY):
         from alignattn.matching.kernels.highway import features
 
         return linear(features(products, tokens, *trunk), to_out, out)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from alignattn.matching import kernels
 from alignattn.matching.highway import SLOPE
 from alignattn.matching.linear import linear
-from alignattn.matching.one_pass import WIDEST, features_and_answers
+from alignattn.matching.one_pass import features_and_answers
 
 
 class _ReverseGradient(torch.autograd.Function):
@@ -115,10 +115,10 @@ class Discriminator(nn.Module):
         return self.transform is not None and self.gate is not None and not torch.compiler.is_compiling()
 
     def features_and_answers(
-        self, tokens: Float[Tensor, "l t d"], layers: Rows = None, products: str = kernels.EXACT
+        self, tokens: Float[Tensor, "l t d"], layers: Rows = None
     ) -> tuple[Float[Tensor, "l t hidden"], Float[Tensor, "l t o"]]:
         """What the last layer is given and what it says. The first teaches tokens alone, the second the weights."""
-        return features_and_answers(products, tokens, *self.weights(tokens, layers))
+        return features_and_answers(tokens, *self.weights(tokens, layers))
 
     def weights(self, tokens: Float[Tensor, "*b d"], layers: Rows = None) -> list[Float[Tensor, "l _ _"]]:
         """Weights and biases of transform, gate, first and second layer in turn, for these tokens."""
@@ -135,7 +135,7 @@ class Discriminator(nn.Module):
         products: str = kernels.EXACT,
     ) -> Float[Tensor, "l t hidden"]:
         """What the last layer is given. With `fixed` no gradient goes into the network."""
-        if self.transform is not None and self.gate is not None and kernels.serve(tokens, widest=WIDEST):
+        if self.transform is not None and self.gate is not None and kernels.serve(tokens, widest=kernels.HIGHWAY):
             from alignattn.matching.kernels.highway import features
 
             parts = (self.transform, self.gate, self.first)

@@ -11,6 +11,7 @@ import os
 import torch
 
 WIDEST = 128  # wider tokens do not fit the registers
+HIGHWAY = 64  # nor do three gradients of wider weights
 SINGLE = (torch.float32,)
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -134,3 +134,11 @@ def test_work_is_counted_as_by_hand():
     assert soft.details["megabytes"] == 0 and aligned.details["megabytes"] == 4 * 2 * 2 * 8 * 16 * 4 / 1e6
     assert aligned.details["gigaoperations"] > soft.details["gigaoperations"] > 0
     assert aligned.details["calls"] > soft.details["calls"] > 100
+
+
+def test_each_compiled_candidate_has_code_of_its_own(monkeypatch):
+    """Else torch would look through what it compiled for the others at each call, and take one for another."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    one, other = (steps._compiled(torch.nn.Bilinear(2, 3, 4)) for _ in range(2))
+    assert one.__code__ is not other.__code__
+    assert one(input1=torch.ones(5, 2), input2=torch.ones(5, 3)).shape == (5, 4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ def make_model(shape: Shape, device: torch.device) -> nn.Module:
         intermediate_size=4 * shape.width,
         max_position_embeddings=max(512, shape.tokens),
         num_labels=2,
+        problem_type="single_label_classification",  # else it is found out in the first call, and compiled for anew
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -63,15 +65,24 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
 
 
 def training_step(
-    model: nn.Module, batch: dict[str, Tensor], precision: str, term: Callable[[], Tensor] | None = None
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    precision: str,
+    term: Callable[[], Tensor] | None = None,
+    *,
+    called: Callable[..., Any] | None = None,
 ) -> Callable[[], None]:
-    """Forward, backward and fused AdamW. `term` is added to the loss where alignment does not do so by itself."""
+    """Forward, backward and fused AdamW.
+
+    `term` is added to the loss where alignment does not do so by itself; `called` is called for the model.
+    """
+    run = model if called is None else called
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     device = next(model.parameters()).device
 
     def step() -> None:
         with autocast(device, precision):
-            loss = model(**batch).loss
+            loss = run(**batch).loss
             if term is not None:
                 loss = loss + term()
         loss.backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import alignattn
+from alignattn.adversary import _averaged
 from alignattn.errors import ConfigError
 
 
@@ -193,3 +194,17 @@ def test_two_processes_agree_with_each_other_and_with_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == 2
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_step_of_which_no_process_has_a_gradient_is_told(arrived, tmp_path):
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(4))]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        skip = _averaged(parameters, arrived=arrived)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert skip == (not arrived)
+    assert [parameter.grad.unique().tolist() for parameter in parameters] == [[1.0], [2.0]]

@@ -235,3 +235,39 @@ def test_all_that_changes_from_step_to_step_is_read_anew():
         torch.testing.assert_close(found.weighed, (truth.losses * outer).sum((1, 2)))
         del found  # gives back what is lent
     assert seen == 4
+
+
+@pytest.mark.parametrize("changes", ["nothing", "sample_weights", "acting", "shares", "scale"])
+def test_what_problems_count_is_that_of_each_call(changes):
+    """Numbers that are known to stand there are not copied again: all others are."""
+    matcher = METHODS["mmd"][0](resolve("mmd", None, "stable", {}).matcher)
+    matcher.ensure(["a", "b"], 4, torch.device("cpu"))
+    replays = replay.Replays(matcher, Recorder())
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = ([torch.randn(3, 2, 6, 4, generator=generator) for _ in range(2)] for _ in range(2))
+
+    def drawn():
+        return {
+            "sample_weights": [torch.rand(3, generator=generator) for _ in range(2)],
+            "acting": torch.rand(2, 1, 2, generator=generator),
+            "shares": tuple(torch.rand(2, generator=generator).tolist()),
+            "scale": float(torch.rand((), generator=generator)),
+        }
+
+    counted = Counted(shape=(2, 3, 2), device=torch.device("cpu"), **(drawn() | {"sample_weights": None}))
+    played = 0
+    for _ in range(6):
+        counted = dataclasses.replace(counted, **{name: new for name, new in drawn().items() if name == changes})
+        found = replays.match(
+            queries, keys, None, None, ["a", "b"], counted, lambda query, key: None, of_query=True, of_key=True
+        )
+        if found is None:
+            continue
+        played += 1
+        truth = differentiate(
+            matcher, torch.stack(queries), torch.stack(keys), None, None, ["a", "b"], counted.in_gradient()
+        )
+        torch.testing.assert_close(found.of_query, truth.query)
+        torch.testing.assert_close(found.weighed, (truth.losses * counted.in_total()).sum((1, 2)))
+        del found
+    assert played == 4

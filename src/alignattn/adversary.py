@@ -67,7 +67,7 @@ class Adversary:
         self.optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-        increment_version(parameters)  # fused Adam does not tell autograd that it wrote
+            increment_version(parameter)  # fused Adam does not tell autograd that it wrote
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and, where a step is due that processes must take together, its gradients."""

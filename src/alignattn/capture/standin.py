@@ -23,5 +23,9 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 
 def is_kept_for_backward() -> bool:
-    """Whether what autograd saves now is kept as it is: a checkpoint computes it again, others put it elsewhere."""
-    return torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    """Whether what autograd saves now is kept as it is: a checkpoint computes it again, others put it elsewhere.
+
+    Taken to be so where torch is too old to tell: then more memory is used, and nothing else is different.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return torch.compiler.is_compiling() or hooks is None or hooks(True) is None

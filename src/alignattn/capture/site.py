@@ -219,8 +219,9 @@ OTHER_TOKENS = frozenset(
 
 def attends_elsewhere(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a module was called as cross-attention: told by the argument that brings the other tokens."""
-    if OTHER_TOKENS.isdisjoint(kwargs) and OTHER_TOKENS.isdisjoint(names[: len(args)]):
-        return False
+    brought = [name for name, value in kwargs.items() if name in OTHER_TOKENS and isinstance(value, Tensor)]
+    if not brought and OTHER_TOKENS.isdisjoint(names[: len(args)]):
+        return False  # as nearly always, and asked of every layer
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     own = next((value for value in given.values() if isinstance(value, Tensor)), None)
     others = (value for name, value in given.items() if name in OTHER_TOKENS)

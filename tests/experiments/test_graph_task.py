@@ -104,6 +104,36 @@ def test_seeds_that_are_trained_together_come_to_what_they_come_to_alone(method,
     assert method is None or all(term != 0 for _, _, term in one)
 
 
+@pytest.mark.parametrize("method", [None, "gan", "ct", "mmd"])
+def test_seeds_that_are_over_leave_and_the_others_come_to_the_same(method, monkeypatch):
+    task = small_task(steps=40, patience=3)
+    validate, sizes = task.validate, []
+
+    def seen(models):
+        sizes.append(len(models.seeds))
+        assert all(len(parameter) == len(models.seeds) for parameter in models.parameters())
+        return validate(models)
+
+    monkeypatch.setattr(task, "validate", seen)
+    monkeypatch.setattr(seeds_at_once, "ASKED", 1)
+
+    def fitted(seeds):
+        alignment = None if method is None else Alignment(method, 0.3, "paper")
+        return fit(task, seeds, alignment, training.nobody, most=30)
+
+    seeds = (3, 1, 4, 0, 5, 2)
+    together = fitted(seeds)
+    assert sizes[0] == 6 and min(sizes) < 5 and sizes == sorted(sizes, reverse=True)
+    for place, seed in enumerate(seeds):
+        alone = fitted((seed,))
+        told, own = together.courses[place].told["stopping"], alone.courses[0].told["stopping"]
+        assert {**told, "seeds_together": 1} == own
+        for ours, theirs in zip(task.only(together.models, place).parameters(), alone.models.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+        one, other = torch.tensor(together.courses[place].curve), torch.tensor(alone.courses[0].curve)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
 def test_every_seed_has_networks_of_its_own_and_they_learn():
     task, alignment = small_task(steps=3), Alignment("ct", 0.3, "paper")
     aligned = SeededAlignment(alignment, (0, 1, 2), task.device, None)

@@ -2,8 +2,9 @@
 
 Seeds know nothing of each other. Their losses are added, so the weights of each get their own gradient; Adam works
 number by number; first weights, dropout and drawn nodes come from generators of each seed; and what is recorded of a
-layer carries the seed in its name, so that every seed has networks of its own to be matched by. A weight that is chosen
-while training ("auto") looks at all gradients together: such runs are trained one by one.
+layer carries the seed in its name, so that every seed has networks of its own to be matched by. So seeds that early
+stopping has ended can leave while others go on. A weight that is chosen while training ("auto") looks at all gradients
+together: such runs are trained one by one.
 """
 
 import time
@@ -21,7 +22,8 @@ from alignattn.experiments.course import Course
 from alignattn.experiments.early import EarlyStopping
 from alignattn.experiments.tasks.task import SeedsAtOnce, Watch
 
-ASKED = 10  # after so many epochs it is asked whether all seeds are over: on an accelerator, to ask is to wait
+ASKED = 10  # after so many epochs it is asked which seeds are over: on an accelerator, to ask is to wait
+STAY = 2 / 3  # as long as more of the seeds than this go on, all stay: what was recorded is recorded again without them
 LOOKS = 50  # at losses, over a run
 
 
@@ -39,10 +41,8 @@ class SeededAlignment:
     """
 
     def __init__(self, alignment: Alignment, seeds: Sequence[int], device: torch.device, most: int | None) -> None:
-        self.alignment, self.seeds, self.most = alignment, seeds, most
+        self.alignment, self.seeds, self.most = alignment, tuple(seeds), most
         self.chances = [torch.Generator(device).manual_seed(zlib.crc32(f"nodes of {seed}".encode())) for seed in seeds]
-        # The term is a mean over all layers that were recorded, or a sum: each seed is to get that of its own layers.
-        self.factor = len(seeds) if alignment.config.reduction == "mean" else 1
 
     def watch(self, layer: str, query: Tensor, key: Tensor) -> None:
         """Queries and keys of one layer of all seeds."""
@@ -60,7 +60,14 @@ class SeededAlignment:
 
     def loss(self) -> Tensor:
         """The sum of all seeds' terms."""
-        return self.factor * self.alignment.loss()
+        # The term is a mean over all layers that were recorded, or a sum: each seed is to get that of its own layers.
+        factor = len(self.seeds) if self.alignment.config.reduction == "mean" else 1
+        return factor * self.alignment.loss()
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Only seeds at these places go on."""
+        self.seeds = tuple(self.seeds[place] for place in places)
+        self.chances = [self.chances[place] for place in places]
 
     def terms(self) -> list[Tensor]:
         """The last term of each seed, weighted."""
@@ -73,6 +80,55 @@ class SeededAlignment:
         return terms
 
 
+class Running:
+    """The seeds that are still trained: their models, what trains them, and where among all seeds they stand."""
+
+    def __init__(self, task: SeedsAtOnce, seeds: Sequence[int], alignment: Alignment | None, most: int | None) -> None:
+        self.task, self.places = task, list(range(len(seeds)))
+        self.models = task.make_models(seeds).train()
+        self.aligned = None if alignment is None else SeededAlignment(alignment, seeds, task.device, most)
+        # Adam's weight decay is the gradient of an L2 penalty, as GAT has it; AdamW's is not.
+        self.optimizer = torch.optim.Adam(
+            self.models.parameters(), lr=task.train.rate, weight_decay=task.train.l2, fused=task.device.type == "cuda"
+        )
+        self.best = [parameter.detach().clone() for parameter in self.models.parameters()]  # of all seeds
+
+    def step(self) -> Tensor:
+        """One epoch: the task's losses."""
+        watch: Watch | None = None if self.aligned is None else self.aligned.watch
+        losses = self.task.losses(self.models, watch)
+        total = losses.sum() if self.aligned is None else losses.sum() + self.aligned.loss()
+        self.optimizer.zero_grad(set_to_none=True)
+        total.backward()
+        self.optimizer.step()
+        return losses.detach()
+
+    @torch.no_grad()
+    def look(self, epoch: int, stopping: EarlyStopping) -> None:
+        """Validate, and keep the weights of seeds that were never better."""
+        told = self.task.validate(self.models.eval())
+        self.models.train()
+        places = torch.tensor(self.places, device=self.task.device)
+        loss, accuracy = (one.new_zeros(len(stopping.over)).index_copy_(0, places, one) for one in told)
+        keep = stopping.look(epoch, loss, accuracy)[places]
+        for kept, parameter in zip(self.best, self.models.parameters(), strict=True):
+            better = keep.view(-1, *(1,) * (parameter.ndim - 1))
+            kept.index_copy_(0, places, torch.where(better, parameter, kept[places]))
+
+    def leave(self, over: list[bool]) -> None:
+        """Seeds that are over are trained no longer, if they are enough to be worth it."""
+        here = [at for at, place in enumerate(self.places) if not over[place]]
+        if not 0 < len(here) <= STAY * len(self.places):
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        self.task.leave(self.models, here)
+        for state in self.optimizer.state.values():
+            state.update({name: value[here] for name, value in state.items() if value.ndim})  # all but Adam's count
+        if self.aligned is not None:
+            self.aligned.leave(here)
+        self.places = [self.places[at] for at in here]
+
+
 def fit(
     task: SeedsAtOnce,
     seeds: Sequence[int],
@@ -83,45 +139,34 @@ def fit(
     limit: int | None = None,
 ) -> Fitted:
     """Train until early stopping has ended every seed, or the epochs have. Progress is told steps of all seeds."""
-    settings, device = task.train, task.device
-    models = task.make_models(seeds).train()
-    aligned = None if alignment is None else SeededAlignment(alignment, seeds, device, most)
-    watch: Watch | None = None if aligned is None else aligned.watch
-    # Adam's weight decay is the gradient of an L2 penalty, as GAT has it; AdamW's is not.
-    optimizer = torch.optim.Adam(
-        models.parameters(), lr=settings.rate, weight_decay=settings.l2, fused=device.type == "cuda"
-    )
-    stopping = EarlyStopping(len(seeds), settings.patience, device)
-    best = [parameter.detach().clone() for parameter in models.parameters()]
+    settings = task.train
+    running = Running(task, seeds, alignment, most)
+    stopping = EarlyStopping(len(seeds), settings.patience, task.device)
     last = settings.steps if limit is None else min(settings.steps, limit)
     every = max(1, last // LOOKS)
     courses, laps = [Course() for _ in seeds], []
     start = lap = time.perf_counter()
     looked = 0
     for epoch in range(1, last + 1):
-        losses = task.losses(models, watch)
-        total = losses.sum() if aligned is None else losses.sum() + aligned.loss()
-        optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        optimizer.step()
-        with torch.no_grad():
-            keep = stopping.look(epoch, *task.validate(models.eval()))
-            models.train()
-            for kept, parameter in zip(best, models.parameters(), strict=True):
-                kept.copy_(torch.where(keep.view(-1, *(1,) * (parameter.ndim - 1)), parameter, kept))
-        ends = epoch == last or (epoch % ASKED == 0 and bool(stopping.over.all()))
+        losses = running.step()
+        running.look(epoch, stopping)
+        over = stopping.over.tolist() if epoch % ASKED == 0 else [False]
+        ends = epoch == last or all(over)
         if epoch % every == 0 or ends:
-            _note(courses, seeds, epoch, losses, aligned, stopping)
+            _note(courses, seeds, epoch, losses, running, stopping)
             now = time.perf_counter()
             laps.append((now - lap) / (epoch - looked) / len(seeds))
             progress((epoch - looked) * len(seeds))
             lap, looked = now, epoch
         if ends:
             break
+        if epoch % ASKED == 0:
+            running.leave(over)
     progress((last - looked) * len(seeds))  # those that early stopping has spared
     _close(courses, stopping, laps[1:] or laps, time.perf_counter() - start)
+    models = task.make_models(seeds)
     with torch.no_grad():
-        for kept, parameter in zip(best, models.parameters(), strict=True):
+        for kept, parameter in zip(running.best, models.parameters(), strict=True):
             parameter.copy_(kept)
     return Fitted(models.eval(), courses)
 
@@ -131,22 +176,20 @@ def _note(
     seeds: Sequence[int],
     epoch: int,
     losses: Tensor,
-    aligned: SeededAlignment | None,
+    running: Running,
     stopping: EarlyStopping,
 ) -> None:
-    """Losses into the curves of seeds that are still trained; NaN in one of them is an error that names it."""
-    own = losses.detach().double()
+    """Losses into the curves of seeds that are not over; NaN in one of them is an error that names it."""
+    own, aligned = losses.double(), running.aligned
     terms = torch.zeros_like(own) if aligned is None else torch.stack(aligned.terms()).to(own)
-    running = stopping.epochs == epoch
-    for course, seed, loss, term, runs in zip(
-        courses, seeds, own.tolist(), terms.tolist(), running.tolist(), strict=True
-    ):
-        if not runs:
+    trained_now = (stopping.epochs == epoch).tolist()
+    for place, loss, term in zip(running.places, own.tolist(), terms.tolist(), strict=True):
+        if not trained_now[place]:
             continue
         for name, value in (("the task's loss", loss), ("the alignment term", term)):
             if value - value != 0:
-                raise NonFiniteError(f"At step {epoch} {name} of seed {seed} is {value}.")
-        course.curve.append((epoch, loss, term))
+                raise NonFiniteError(f"At step {epoch} {name} of seed {seeds[place]} is {value}.")
+        courses[place].curve.append((epoch, loss, term))
 
 
 def _close(courses: list[Course], stopping: EarlyStopping, laps: list[float], seconds: float) -> None:

@@ -156,6 +156,14 @@ class GATs(nn.Module):
             self._chance = Chance(self.seeds, values.device)
         return self._chance.dropped(values, share)
 
+    def leave(self, places: Sequence[int]) -> None:
+        """Only the networks at these places stay; parameters are the same objects, with fewer rows."""
+        self.seeds = tuple(self.seeds[place] for place in places)
+        for parameter in self.parameters():
+            parameter.data = parameter.data[list(places)]
+        if self._chance is not None:
+            self._chance.generators = [self._chance.generators[place] for place in places]
+
     def only(self, place: int) -> "GATs":
         """The network of one seed, by its place among them: a copy."""
         first, second = self.first, self.second

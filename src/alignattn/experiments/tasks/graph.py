@@ -133,6 +133,10 @@ class NodeClassification(SeedsAtOnce):
         right = logits[:, nodes].argmax(-1) == self.labels[nodes]
         return self._loss(logits, "validation"), right.double().mean(1)
 
+    def leave(self, models: nn.Module, places: Sequence[int]) -> None:
+        assert isinstance(models, GATs)
+        models.leave(places)
+
     def only(self, models: nn.Module, place: int) -> nn.Module:
         assert isinstance(models, GATs)
         return models.only(place)

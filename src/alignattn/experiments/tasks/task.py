@@ -90,6 +90,10 @@ class SeedsAtOnce(Task):
         """Loss and accuracy of each seed on validation data."""
 
     @abstractmethod
+    def leave(self, models: nn.Module, places: Sequence[int]) -> None:
+        """Only seeds at these places stay in `models`; their parameters are the same objects, with fewer rows."""
+
+    @abstractmethod
     def only(self, models: nn.Module, place: int) -> nn.Module:
         """The model of one seed alone, to be evaluated."""
 

@@ -84,6 +84,11 @@ class HuggingFaceSocket(ProjectedSocket):
 
         return before
 
+    def cares(self, module: nn.Module) -> bool:
+        """Whether a call of this module is anything to us now."""
+        tap = self.tap
+        return tap.recording or tap.attend is not None or tap.recomputes(module)
+
     def see(
         self,
         module: nn.Module,
@@ -183,7 +188,9 @@ def _watched(function: Callable[..., Any], implementation: str | None) -> Callab
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None]
+        sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None and socket.cares(module)]
+        if not sockets:  # as in evaluation, which is to cost nothing
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
         for socket in sockets:
             if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
                 socket.tap.forget_outputs(module)  # a cap on logits, or a sink beside them, feels a shift of the keys

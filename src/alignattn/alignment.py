@@ -9,7 +9,7 @@ minimises L_align: a slip of sign.)
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -116,6 +116,9 @@ class Alignment:
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
             matched = [site for site in self._tap.sites if config.cross or not site.looks_cross]
             self._terms.make_networks_ahead(matched, device)
+            self.meter.expect(_figures_of(site.name for site in matched), device)
+            if self._adds_to_outputs:
+                self.meter.expect(("task_loss",), device)
         except BaseException:
             self.detach()
             raise
@@ -348,8 +351,8 @@ class Alignment:
         parts = on_one_device(list(self.parts.values()), torch.stack)
         of_layers = parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted
         whole = weight * of_layers
-        names = ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in self.parts))
-        self.meter.add(names, torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts]))
+        values = torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts])
+        self.meter.add(_figures_of(self.parts), values)
 
     def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A loss function with the term added, for a host that computes the loss outside the model.
@@ -482,6 +485,11 @@ def _is_transformers(model: Any) -> bool:
     kinds = [("transformers", "PreTrainedModel"), ("peft", "PeftModel")]
     classes = tuple(getattr(sys.modules[home], name) for home, name in kinds if home in sys.modules)
     return isinstance(model, classes)
+
+
+def _figures_of(layers: Iterable[str]) -> tuple[str, ...]:
+    """What logs show of a loss."""
+    return ("alignment_loss", "alignment_weight", *(f"alignment/{name}" for name in layers))
 
 
 def _is_number(value: Any) -> bool:

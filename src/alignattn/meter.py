@@ -13,6 +13,10 @@ class Meter:
         # no integer of Python's: each new one would be compiled for.
         self._sums: dict[tuple[str, ...], Tensor] = {}
 
+    def expect(self, names: tuple[str, ...], device: torch.device) -> None:
+        """These will come together: code that is compiled for the first of them serves all others then."""
+        self._sums.setdefault(names, torch.zeros(len(names) + 1, device=device))
+
     @torch.no_grad()
     def add(self, names: tuple[str, ...], values: Tensor) -> None:
         """One value for each name, of one loss."""
@@ -26,8 +30,8 @@ class Meter:
         totals: dict[str, tuple[float, float]] = {}
         for names, sums in self._sums.items():  # a name may have come in several companies
             *values, count = sums.tolist()
-            for name, value in zip(names, values, strict=True):
+            self._sums[names] = torch.zeros_like(sums)  # not forgotten: see `expect`
+            for name, value in zip(names, values, strict=True) if count else ():
                 total, times = totals.get(name, (0.0, 0.0))
                 totals[name] = total + value, times + count
-        self._sums.clear()
         return {name: total / times for name, (total, times) in totals.items()}

@@ -240,7 +240,6 @@ class Tap:
         training = training and not in_backward()
         self.recording = self.always or training
         self._segments = _packed_segments(kwargs) if self.recording else None
-        self._calls.clear()
         for socket in self._sockets:
             if self.active:
                 socket.given(args, kwargs)
@@ -291,6 +290,7 @@ class Tap:
         self._depth = 0
         self._segments = None
         self._valid = None
+        self._calls.clear()  # now, not when the next pass begins: compiled code finds the same each time
         self._outputs.clear()
         for socket in reversed(self._sockets):
             socket.close()

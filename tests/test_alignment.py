@@ -348,7 +348,17 @@ def test_sums_for_the_logs_follow_a_model_that_is_moved():
     meter = Meter()
     meter.add(("loss",), torch.ones(1))
     meter.add(("loss",), torch.ones(1, device="meta"))
-    assert meter._sums[("loss",)].device.type == "meta"
+    assert meter._sums[("loss",)].values.device.type == "meta"
+
+
+def test_sums_that_are_expected_of_a_model_without_memory_can_be_read():
+    from alignattn.meter import Meter
+
+    meter = Meter()
+    meter.expect(("loss",), torch.device("meta"))
+    assert meter.read() == {}
+    meter.add(("loss",), torch.ones(1))
+    assert meter.read() == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("generator", ["model", "projections"])

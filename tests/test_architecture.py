@@ -34,6 +34,7 @@ CORE = {
     "state",
     "checkpoint",
     "advice",
+    "traced",
     "terms",
     "alignment",
     "functional",
@@ -82,6 +83,7 @@ ALLOWED = {
     "health": {"distances"},
     "passes": {"capture"},
     "stream": {"apart", "balance", "capture", "delivery", "matching", "objective", "passes", "thinning"},
+    "traced": {"balance", "capture", "delivery", "objective"},
     "meter": set(),
     "state": {"adversary", "matching"},
     "checkpoint": {"balance", "config", "state"},
@@ -101,6 +103,7 @@ ALLOWED = {
         "recentre",
         "stream",
         "strength",
+        "traced",
     },
     # Alignment.callback() makes one of the integrations, imported when it is asked for.
     "alignment": {

@@ -65,7 +65,7 @@ class AlignmentConfig:
     reduction: str = "mean"  # over heads and layers, or "sum"; always the mean over samples
     generator: str = "model"  # how far the gradient goes: the whole model, or its query and key "projections"
     recentre: bool = False  # shift keys to the queries by their projection's bias, which softmax does not feel
-    until_met: bool = False  # leave a head alone while its queries and keys cannot be told apart; not in compiled code
+    until_met: bool = False  # leave a head alone while its queries and keys cannot be told apart
     cross: bool = False  # cross-attention too
     max_tokens: int | None = None  # of a sample, drawn at random each time; None: all
     every: int = 1  # one layer in so many is matched in an update, drawn at random; 1: all

@@ -21,7 +21,6 @@ class FiniteCheck:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._traced: dict[tuple[str, ...], Tensor] = {}  # of compiled code, which leaves it here
 
     @torch.no_grad()
     def watch(
@@ -32,9 +31,6 @@ class FiniteCheck:
 
     def submit(self, names: list[str], finite: Tensor) -> None:
         """`finite` [l] tells for each of these layers whether all its queries and keys are finite."""
-        if torch.compiler.is_compiling():
-            self._traced[tuple(names)] = finite
-            return
         if not finite.is_cuda:
             _raise_for(names, finite)
             return
@@ -46,9 +42,6 @@ class FiniteCheck:
 
     def look(self) -> None:
         """Raise for what has arrived since."""
-        traced, self._traced = self._traced, {}
-        for names, finite in traced.items():
-            self.submit(list(names), finite)
         while self._pending and self._pending[0].arrived.query():
             pending = self._pending.popleft()
             _raise_for(pending.names, pending.finite)

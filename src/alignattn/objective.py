@@ -3,7 +3,7 @@
 Sum over samples / samples, then mean or sum over heads and over the calls of a forward pass, then the mean over passes.
 The matching is differentiated at once (matching/at_once.py), on detached copies of queries and keys, and the backward
 of the term hands on what is known by then (delivery.py): what the matching needed in memory is free again before the
-model's own backward begins. Compiled code, which cannot differentiate within itself, takes the plain way.
+model's own backward begins. In compiled code all this is one operator (traced.py).
 
 Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py),
 and while the forward still runs (ahead.py).
@@ -26,7 +26,6 @@ from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.counted import Counted
 from alignattn.distances import Distances
-from alignattn.errors import CaptureError
 from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
@@ -125,14 +124,12 @@ class Objective:
             chosen, self.counted = self.thinning.layers([len(some) for some in forwards])
             records = [record for record, wanted in zip(records, chosen, strict=True) if wanted]
             shares = [share * self.counted for share, wanted in zip(shares, chosen, strict=True) if wanted]
-        if torch.compiler.is_compiling():
-            return self._traced(records, shares, weight, watchers)
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
         leaves = [
             record if acts and self._is_matched_whole(record) else leaf(record, wanted=acts) for record in records
         ]
         rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
-        scale = self._scale(leaves, shares)
+        scale = self.scale(leaves, shares)
         parts = together(rows, self.matcher)
         early = self.ahead.take(records, parts, shares, scale)
         went_as_planned = bool(early)
@@ -246,42 +243,11 @@ class Objective:
         """One for every head that is to be moved, zero for the others, [l, 1, h]; None: all are."""
         return None if self.met is None else self.met.acting(names, heads, device)
 
-    def _scale(self, records: list[QueryKey], shares: list[float]) -> float:
+    def scale(self, records: list[QueryKey], shares: list[float]) -> float:
         """Brings a token's gradient to about one: on its way it may be in fp16, where 1e-7 is nothing."""
         tokens = sum(record.query.numel() // record.query.shape[-1] for record in records)
         heads = 1 if self.config.reduction == "mean" else records[0].query.shape[1]
         return 2.0 ** round(math.log2(tokens / (heads * sum(shares))))
-
-    def _traced(
-        self, records: list[QueryKey], shares: list[float], weight: Weight, watchers: Watchers
-    ) -> tuple[Tensor, Parts]:
-        """In compiled code: a loss as any other, which autograd differentiates."""
-        if self.config.generator == "projections":
-            raise CaptureError(delivery.COMPILED.format(records[0].name))
-        rows = [record.unpacked() for record in records]
-        if is_nothing(weight):
-            rows = [replace(row, query=row.query.detach(), key=row.key.detach()) for row in rows]
-        elif not self.weighs_networks:
-            rows = [
-                replace(r, query=delivery.scale_gradient(r.query, weight), key=delivery.scale_gradient(r.key, weight))
-                for r in rows
-            ]
-        found: dict[int, Tensor] = {}
-        for places in together(rows, self.matcher):
-            stack = self._stack(places, rows, shares)
-            query, key = stack.query, stack.key
-            self._show(stack, query, key, (self.finite, *watchers))
-            with self.matcher.along(stack.edges):
-                losses = self.matcher(query, key, stack.query_mask, stack.key_mask, stack.names)
-            found |= dict(
-                zip(stack.places, (losses * stack.counted.in_total().to(losses)).sum((1, 2)).unbind(), strict=True)
-            )
-        in_order = [found[place] for place in range(len(records))]
-        total = on_one_device(in_order, torch.stack).sum()
-        parts = parts_of(rows, [value.detach() / share for value, share in zip(in_order, shares, strict=True)])
-        if self.weighs_networks:
-            return weight * total, parts
-        return total + ((weight - 1) * total).detach(), parts
 
     def shares(self, counts: list[int]) -> list[float]:
         """What each record counts in the total, `counts` of them in each forward pass."""
@@ -328,8 +294,13 @@ def parts_of(records: Sequence[Labelled], values: list[Tensor]) -> Parts:
     for record, value in zip(records, values, strict=True):
         if record.sample_weight is not None:  # a part tells of this batch, whatever its share in the update is
             value = value / record.sample_weight.sum().clamp_min(torch.finfo(torch.float32).tiny)
-        parts[f"{record.name}#{record.call}" if record.call else record.name].append(value)
+        parts[label_of(record)].append(value)
     return {label: torch.stack(some).mean() if len(some) > 1 else some[0] for label, some in parts.items()}
+
+
+def label_of(record: Labelled) -> str:
+    """What logs call it."""
+    return f"{record.name}#{record.call}" if record.call else record.name
 
 
 def is_nothing(weight: Weight) -> bool:

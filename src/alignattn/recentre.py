@@ -34,17 +34,10 @@ class Recentring:
     @torch.no_grad()
     def look(self, record: QueryKey) -> None:
         """See whether its keys are just what their projection put out."""
-        if self._is_to_be_seen(record.name):
+        if record.name in self.biases and record.name not in self.blind:
             same = are_projected(record.key, record.key_output)
             before = self._same.get(record.name)
             self._same[record.name] = same if before is None else before.to(same.device) & same
-
-    def _is_to_be_seen(self, name: str) -> bool:
-        if name not in self.biases:
-            return False
-        if torch.compiler.is_compiling():  # or it would be compiled once more when that is known
-            return self.biases[name].projection is not None
-        return name not in self.blind
 
     @torch.no_grad()
     def watch(

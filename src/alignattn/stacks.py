@@ -53,8 +53,7 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
     for place, record in enumerate(records):
         query, key = record.query, record.key
         alone = query.device.type == "cpu" or not record.kept  # each is let go before the next is matched
-        apart = alone and not torch.compiler.is_compiling() and matcher.is_separable()
-        if apart or matcher.follows_edges():  # edges may be others in each layer
+        if (alone and matcher.is_separable()) or matcher.follows_edges():  # edges may be others in each layer
             groups.append((None, [place]))
             continue
         bank = matcher.bank(record.name, query.shape[-1])
@@ -69,7 +68,7 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
 
 def _parted(members: list[int], one: QueryKey, matcher: Matcher) -> list[list[int]]:
     """In parts that can be matched before the last of them is recorded (ahead.py)."""
-    if torch.compiler.is_compiling() or one.query.numel() + one.key.numel() < LARGE:
+    if one.query.numel() + one.key.numel() < LARGE:
         return [members]
     if not (matcher.is_separable() and matcher.is_replayable()):
         return [members]

@@ -24,7 +24,6 @@ class Strength:
         self.distances = Distances()
         self.health = Health(chooses=self.balance.target is not None)
         self.looks = False  # at gradients and health, in the update under way
-        self.gathers = False  # where queries and keys are; compiled code always does, not knowing the clock
         self.set_clock(0)
 
     @property
@@ -53,10 +52,8 @@ class Strength:
 
     def begin(self) -> None:
         """A loss is taken."""
-        # Compiled code shows no gradients inside, and must not read the clock: it would be compiled for each number.
-        compiling = torch.compiler.is_compiling()
-        self.looks = not compiling and self.is_time_to_look()
-        self.gathers = compiling or self.is_time_to_look()
+        if not torch.compiler.is_compiling():  # it would be compiled for each number of the clock (terms.py)
+            self.looks = self.is_time_to_look()
         self.open = True
 
     def advance(self, told: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:

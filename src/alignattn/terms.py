@@ -4,7 +4,7 @@ Before either, the networks that a method learns are made and lie where queries 
 looks on while these are matched.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +16,12 @@ from alignattn.capture import QueryKey, Site
 from alignattn.config import AlignmentConfig
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
-from alignattn.objective import Objective, Watcher
+from alignattn.objective import Objective, Parts, Watcher
 from alignattn.passes import Matched
 from alignattn.recentre import Recentring
 from alignattn.stream import Stream, refuse_compiled_code
 from alignattn.strength import Strength
+from alignattn.traced import known_as, term_of
 
 
 class Terms:
@@ -38,6 +39,7 @@ class Terms:
         self.objective = Objective(matcher, config, weighs_networks=weighs_networks, finite=FiniteCheck(), met=met)
         self.stream = None if config.stream is None else Stream(self.objective)
         self.recentring: Recentring | None = None  # of the model that is attached
+        self._name = known_as(self)  # to compiled code
 
     def match(self, record: QueryKey, *, first: bool) -> Matched:
         """With `stream`: a call, matched at once; `first` of all that its loss will be of."""
@@ -51,38 +53,72 @@ class Terms:
                 self._follow(device)
                 self.objective.thinning.begin(self.strength.closed)
             self._ensure_networks([record.name], record.query.shape[-1], device)
-            watchers = self._watchers([record], looks=looks, gathers=looks)
+            watchers = self._watchers([record], looks=looks)
         self.matcher.asked = looks
         return self.stream.match(record, watchers, self.strength.balance if looks else None)
 
-    def of(self, forwards: list[list[Any]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
+    def of(self, forwards: list[list[Any]], weight: Weight) -> tuple[Tensor, Parts]:
         """The weighted term of all calls that were recorded, and each layer's part, detached."""
         return self._together(forwards, weight) if self.stream is None else self.stream.term(forwards, weight)
 
-    def _together(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, dict[str, Tensor]]:
+    def _together(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
         device = forwards[0][0].query.device
         records = [record for some in forwards for record in some]
         self._follow(device)
+        if torch.compiler.is_compiling():
+            return self._by_operator(forwards, weight)
         for record in records:
             self._ensure_networks([record.name], record.query.shape[-1], device, among=forwards)
         strength = self.strength
-        watchers = self._watchers(records, looks=strength.looks, gathers=strength.gathers)
+        watchers = self._watchers(records, looks=strength.looks)
         self.matcher.asked = strength.looks
         balance = strength.balance if strength.looks else None
         self.objective.thinning.begin(strength.closed)
         every_layer = strength.looks or self.config.every == 1
         return self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
 
-    def _watchers(self, records: list[QueryKey], *, looks: bool, gathers: bool) -> list[Watcher]:
+    # --- in compiled code -------------------------------------------------------------------------------------------
+
+    def _by_operator(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
+        has_networks = type(self.matcher).networks is not Matcher.networks
+        layers = [(record.name, record.query.shape[-1]) for some in forwards for record in some]
+        if self.config.every != 1 or (has_networks and any(layer not in self.matcher.rows for layer in layers)):
+            # Which layers are drawn, and how wide an attention of one's own is, cannot be known before.
+            return cast(tuple[Tensor, Parts], self._uncompiled(forwards, weight))
+        weighs, generator = self.objective.weighs_networks, self.config.generator
+        return term_of(self._name, forwards, weight, self.learnt(), weighs_networks=weighs, generator=generator)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _uncompiled(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
+        self.strength.looks = self.strength.is_time_to_look()
+        return self._together(forwards, weight)
+
+    def learnt(self) -> list[Tensor]:
+        """What networks learn, in an order that stays."""
+        return list(self.matcher.parameters())  # not `learnt()`: to note that it has been asked is to compile once more
+
+    def run(self, forwards: list[list[QueryKey]]) -> tuple[Tensor, Parts, float]:
+        """The operator runs: compiled code cannot read the clock, being compiled for one number of it; this can."""
+        records = [record for some in forwards for record in some]
+        for record in records:  # what tracing noted about them is not written down yet
+            self._ensure_networks([record.name], record.query.shape[-1], record.query.device, among=forwards)
+        strength, objective = self.strength, self.objective
+        strength.looks = strength.is_time_to_look()
+        self.matcher.asked = strength.looks
+        objective.thinning.begin(strength.closed)
+        total, parts = objective(forwards, 1.0, self._watchers(records, looks=strength.looks))
+        return total, parts, objective.scale(records, objective.shares([len(some) for some in forwards]))
+
+    def _watchers(self, records: list[QueryKey], *, looks: bool) -> list[Watcher]:
         """What looks at queries and keys while they are matched."""
         watchers: list[Watcher] = []
         if looks:
             watchers.append(self.strength.distances)
-        # With a weight of zero nothing at all is touched.
-        if self.recentring is not None and self.config.weight != 0 and gathers:
-            for record in records:
-                self.recentring.look(record)
-            watchers.append(self.recentring)
+            # With a weight of zero nothing at all is touched.
+            if self.recentring is not None and self.config.weight != 0:
+                for record in records:
+                    self.recentring.look(record)
+                watchers.append(self.recentring)
         return watchers
 
     # --- the networks -----------------------------------------------------------------------------------------------

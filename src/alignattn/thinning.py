@@ -15,12 +15,6 @@ import torch
 from torch import Tensor
 
 from alignattn.capture import QueryKey
-from alignattn.errors import ConfigError
-
-COMPILED = (
-    "max_tokens and every draw anew in each step, which compiled code does not: it would draw once. Leave them out, or "
-    "leave out torch.compile."
-)
 
 Places = tuple[Tensor | None, Tensor | None]  # of queries and of keys, [b, tokens]; None: all
 
@@ -41,8 +35,6 @@ class Thinning:
         """A loss is taken, after so many updates."""
         if self.max_tokens is None and self.every == 1:
             return
-        if torch.compiler.is_compiling():
-            raise ConfigError(COMPILED)
         self._losses = self._losses + 1 if update == self._update else 0
         self._update = update
         self._chance.seed(f"{self._seed} {update} {self._losses}")

@@ -1,0 +1,199 @@
+"""In compiled code: the whole matching as one operator, which torch calls and does not look into.
+
+Traced, the networks and matrices of a matching would become code of torch's making, which holds them in memory, takes
+long to compile, and cannot decide anything by what it computes. As an operator it is what it is elsewhere: kernels,
+records that are replayed, heads left alone, tokens drawn anew. What it hands to the backward are gradients that are
+known already.
+
+    alignattn::match: queries, keys, networks -> total, parts [labels], scale, scale * gradients of all of them
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from alignattn.balance import Weight, at_least_single
+from alignattn.capture import QueryKey
+from alignattn.delivery import COMPILED, scale_gradient
+from alignattn.errors import CaptureError
+from alignattn.objective import Forwards, Parts, is_nothing, label_of
+
+# Within an operator torch leaves autograd out. Outside of all operators it does not, as when this is imported.
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+class Matching(Protocol):
+    """What an operator calls, when it runs."""
+
+    def run(self, forwards: Forwards) -> tuple[Tensor, Parts, float]:
+        """The loss with weight one, each layer's part, and what brings gradients to about one."""
+
+    def learnt(self) -> list[Tensor]:
+        """What networks learn, in an order that stays."""
+
+
+_matchings: "weakref.WeakValueDictionary[str, Matching]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def known_as(matching: Matching) -> str:
+    """A name by which the operator finds it."""
+    name = str(next(_numbers))
+    _matchings[name] = matching
+    return name
+
+
+def term_of(
+    name: str,
+    forwards: Forwards,
+    weight: Weight,
+    parameters: Sequence[Tensor],
+    *,
+    weighs_networks: bool,
+    generator: str,
+) -> tuple[Tensor, Parts]:
+    """The weighted term of what was recorded, and each layer's part; by the matching of this name, when it runs."""
+    records = [record for some in forwards for record in some]
+    if generator == "projections":
+        raise CaptureError(COMPILED.format(records[0].name))
+    tokens = [record.query for record in records] + [record.key for record in records]
+    if is_nothing(weight):  # then the model's own gradients are untouched to the last bit
+        tokens = [side.detach() for side in tokens]
+    elif not weighs_networks:
+        tokens = [scale_gradient(side, weight) for side in tokens]
+    total, parts, *_ = torch.ops.alignattn.match(
+        name,
+        "\n".join(record.name for record in records),
+        [record.call for record in records],
+        [len(some) for some in forwards],
+        tokens,
+        [tensor for record in records for tensor in _beside(record)],
+        [one.requires_grad for one in (*tokens, *parameters)],
+        list(parameters),
+    )
+    labels = dict.fromkeys(label_of(record) for record in records)
+    by_label = dict(zip(labels, parts.detach().unbind(), strict=True))
+    if weighs_networks:
+        return weight * total, by_label
+    return total + ((weight - 1) * total).detach(), by_label
+
+
+def _beside(record: QueryKey) -> tuple[Tensor | None, ...]:
+    """What an operator is told of a call, beside its queries and keys."""
+    masks, edges = (record.query_mask, record.key_mask), record.edges or (None, None)
+    return *masks, record.segments, record.sample_weight, record.key_output, *edges
+
+
+def _record(name: str, call: int, query: Tensor, key: Tensor, beside: Sequence[Tensor | None]) -> QueryKey:
+    query_mask, key_mask, segments, sample_weight, key_output, *edges = beside
+    along = None if edges[0] is None or edges[1] is None else (edges[0], edges[1])
+    return QueryKey(
+        query, key, query_mask, key_mask, segments, sample_weight, name, call, key_output=key_output, edges=along
+    )
+
+
+BESIDE = 7
+
+
+def _match(
+    matching: str,
+    names: str,
+    calls: Sequence[int],
+    counts: Sequence[int],
+    tokens: Sequence[Tensor],
+    beside: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    owner, number = _matchings[matching], len(calls)
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
+        leaves = [side.detach().requires_grad_(wants) for side, wants in zip(tokens, wanted, strict=False)]
+        records = iter(
+            _record(name, calls[at], leaves[at], leaves[number + at], beside[BESIDE * at : BESIDE * (at + 1)])
+            for at, name in enumerate(names.split("\n"))
+        )
+        total, parts, scale = owner.run([list(itertools.islice(records, count)) for count in counts])
+        # The networks' own: what an operator is given takes no gradients.
+        targets = leaves + [own for own, _ in zip(owner.learnt(), parameters, strict=True)]
+        asked = [target for target in targets if target.requires_grad]
+        found: dict[int, Tensor] = {}
+        if total.requires_grad:
+            times = torch.full_like(total, scale)  # on its way a gradient may be in fp16, where 1e-7 is nothing
+            taken = torch.autograd.grad(total, asked, times, allow_unused=True)
+            found = {id(target): one for target, one in zip(asked, taken, strict=True) if one is not None}
+    kind = _kind(tokens)
+    values = torch.stack([part.detach().to(kind) for part in parts.values()])
+    gradients = _apart([(target, found.get(id(target))) for target in targets])
+    return total.detach().to(kind, copy=True), values, values.new_full((), scale), gradients
+
+
+def _like(
+    _: str,
+    names: str,
+    calls: Sequence[int],
+    __: Sequence[int],
+    tokens: Sequence[Tensor],
+    ___: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """Outputs of the right shapes, without computing them."""
+    number = tokens[0].new_empty((), dtype=_kind(tokens))
+    labels = set(zip(names.split("\n"), calls, strict=True))
+    # Told, not asked: while code is made for it, tensors that stand for others do not know what these require.
+    targets = zip((*tokens, *parameters), wanted, strict=True)
+    gradients = [one.new_empty(one.shape if wants else (0,)) for one, wants in targets]
+    return number, number.new_empty(len(labels)), number.new_empty(()), gradients
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
+    _, _, scale, gradients = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(scale, *gradients)
+    # A gradient is asked for of what is a tensor or a list of nothing else.
+    lists = (
+        part if isinstance(part, list) and all(isinstance(one, Tensor) for one in part) else None for part in inputs
+    )
+    ctx.counts = [None if one is None else len(one) for one in lists]
+
+
+def _backward(ctx: Any, of_total: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """The gradients that are known, times what the total got."""
+    scale, *gradients = ctx.saved_tensors
+    handed: list[Tensor | None] = [None] * len(gradients)
+    if of_total is not None:
+        factor = of_total / scale
+        handed = [(at_least_single(g) * factor).to(g.dtype) if g.numel() else None for g in gradients]
+    answers: list[Any] = [None if count is None else [None] * count for count in ctx.counts]
+    tokens = ctx.counts[TOKENS]
+    answers[TOKENS], answers[-1] = handed[:tokens], handed[tokens:]
+    return tuple(answers)
+
+
+TOKENS = 4  # which of the operator's arguments they are
+
+_operator = torch.library.custom_op("alignattn::match", _match, mutates_args=(), tags=_TAGS)
+_operator.register_fake(_like)
+_operator.register_autograd(_backward, setup_context=_keep)
+
+
+def _kind(tokens: Sequence[Tensor]) -> torch.dtype:
+    """Of losses: single precision at least."""
+    return torch.promote_types(tokens[0].dtype, torch.float32)
+
+
+def _apart(gradients: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """Each in memory of its own, as an operator's outputs must be; they may be slices of one."""
+    known = [gradient.detach() for _, gradient in gradients if gradient is not None]
+    copies = iter(torch._foreach_mul(known, 1.0) if known else ())
+    return [
+        next(copies).contiguous()
+        if gradient is not None
+        else target.new_zeros(target.shape if target.requires_grad else 0)
+        for target, gradient in gradients
+    ]

@@ -13,6 +13,7 @@ import alignattn
 from alignattn.capture.compiled import CompiledHooks
 from alignattn.errors import AlignmentWarning, CaptureError, NonFiniteError
 from alignattn.weights import Ramp
+from test_replay import Recorder
 
 dynamo = pytest.importorskip("torch._dynamo.testing")
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
@@ -63,12 +64,15 @@ class Encoder(nn.Module):
         return self.out(self.layers(self.embed(ids)).mean(1))
 
 
-def train(make, method, *, lengths=LENGTHS, compile_model=None, compile_step=None, counter=None, **options):
+def train(
+    make, method, *, lengths=LENGTHS, compile_model=None, compile_step=None, counter=None, recorder=None, **options
+):
     """Losses of each step, and the alignment, with a weight that changes every step. Frames compiled go to `frames`."""
     torch.manual_seed(0)
     model = make().train()
     options = {"weight": Ramp(1.0, 4)} | options
     alignment = alignattn.align(model, method, **options)
+    alignment.objective.recorder = recorder
     called = model if compile_model is None else compile_model(model)
     of_transformers = isinstance(model, transformers.PreTrainedModel)
 
@@ -200,6 +204,19 @@ def test_a_weight_of_one_number_is_the_same_in_compiled_code():
     losses, alignment = train(bert, "mmd", weight=0.3, compile_model=compiled)
     torch.testing.assert_close(losses, expected)
     assert alignment.meter.read()["alignment_weight"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("method", ["gan", "mmd"])
+def test_matchings_are_recorded_and_replayed_within_compiled_code(method):
+    lengths = (10,) * 9
+    expected, plain = train(bert, method, lengths=lengths)
+    recorder = Recorder()
+    counter, compiled = counting()
+    losses, alignment = train(bert, method, lengths=lengths, compile_model=compiled, counter=counter, recorder=recorder)
+    assert recorder.played >= 4 and counter.frames == [counter.frames[0]] * len(lengths)
+    torch.testing.assert_close(losses, expected)
+    for mine, theirs in zip(alignment.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_heads_that_have_met_are_left_alone():

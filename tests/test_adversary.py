@@ -1,6 +1,7 @@
 """The adversary owns its networks and their optimizer, outside the user's model."""
 
 import copy
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import alignattn
-from alignattn.adversary import _averaged
+from alignattn.adversary import Adversary, _averaged
 from alignattn.errors import ConfigError
 
 
@@ -208,3 +209,24 @@ def test_a_step_of_which_no_process_has_a_gradient_is_told(arrived, tmp_path):
         torch.distributed.destroy_process_group()
     assert skip == (not arrived)
     assert [parameter.grad.unique().tolist() for parameter in parameters] == [[1.0], [2.0]]
+
+
+def test_no_step_is_taken_where_no_process_has_a_gradient(monkeypatch, tmp_path):
+    """One process may have none while others do, and must step with them; if none has any, momentum must not move."""
+    network = torch.nn.Linear(3, 2)
+    adversary = Adversary(network, rate=0.1, betas=(0.5, 0.99))
+    adversary.take_on()
+    monkeypatch.setattr("alignattn.adversary.several", lambda: True)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        weights = [network.weight.detach().clone()]
+        for has_gradient in (True, False, True):
+            if has_gradient:
+                network(torch.ones(1, 3)).sum().backward()
+            adversary.due = True
+            adversary.step()
+            weights.append(network.weight.detach().clone())
+    finally:
+        torch.distributed.destroy_process_group()
+    moved = [not torch.equal(one, other) for one, other in itertools.pairwise(weights)]
+    assert moved == [True, False, True]

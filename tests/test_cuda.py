@@ -215,3 +215,33 @@ def test_packed_rows_feel_by_records_what_they_feel_plainly():
         found.append(model.model.layers[1].self_attn.k_proj.weight.grad)
         assert (recorder is refuse) != any(replays._records for replays in alignment.objective._replays)
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_training_is_training_by_records(bert, batch, method, precision):
+    """The matching is an operator there, which records and replays as it does elsewhere."""
+    bert.cuda()
+    for module in bert.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    inputs = {name: tensor.cuda() for name, tensor in batch.items()}
+    found = {}
+    for compiled in (False, True):
+        torch.compiler.reset()
+        model = copy.deepcopy(bert).train()
+        alignment = alignattn.align(model, method, weight=0.3)
+        called = torch.compile(model, fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                loss = called(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found[compiled] = losses
+        assert any(replays._records for replays in alignment.objective._replays)
+        alignment.detach()
+    assert found[True] == pytest.approx(found[False], rel=1e-3 if precision == "fp32" else 2e-2)

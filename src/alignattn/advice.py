@@ -111,8 +111,9 @@ class Advice:
             return
         self._told_of_silence = True
         _warn(
-            f"A training forward of {type(tap.model).__name__} ran and none of the {len(tap.sites)} attached attention "
-            "modules took part in it but as cross-attention: nothing is aligned. Choose other layers=, or cross=True."
+            f"A training forward of {type(tap.model).__name__} ran, and nothing is aligned: of the {len(tap.sites)} "
+            "attached attention modules none took part in it in training mode, with gradients, and but as "
+            "cross-attention. Choose other layers=, put them in training mode, or say cross=True."
         )
 
     def if_nobody_optimizes(self, matcher: Matcher, method: str, steps: int) -> None:

@@ -24,7 +24,8 @@ from alignattn.objective import Forwards, Parts, is_nothing, label_of
 
 # Within an operator torch leaves autograd out. Outside of all operators it does not, as when this is imported.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+# It records and replays CUDA graphs itself, which cannot be part of another; older torch has no word for it.
+_TAGS: dict[str, Any] = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
 class Matching(Protocol):
@@ -176,8 +177,12 @@ def _backward(ctx: Any, of_total: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 TOKENS = 4  # which of the operator's arguments they are
+SCHEMA = (
+    "(str matching, str names, int[] calls, int[] counts, Tensor[] tokens, Tensor?[] beside, bool[] wanted, "
+    "Tensor[] parameters) -> (Tensor, Tensor, Tensor, Tensor[])"
+)
 
-_operator = torch.library.custom_op("alignattn::match", _match, mutates_args=(), tags=_TAGS)
+_operator = torch.library.custom_op("alignattn::match", _match, mutates_args=(), schema=SCHEMA, **_TAGS)
 _operator.register_fake(_like)
 _operator.register_autograd(_backward, setup_context=_keep)
 

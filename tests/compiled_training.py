@@ -4,6 +4,9 @@ Backend aot_eager traces forward and backward as inductor does, and needs no C++
 file.
 """
 
+import copy
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from torch import nn
 import alignattn
 from alignattn.capture.compiled import CompiledHooks
 from alignattn.errors import AlignmentWarning, CaptureError, NonFiniteError
+from alignattn.terms import Terms
 from alignattn.weights import Ramp
 from test_replay import Recorder
 
@@ -277,6 +281,112 @@ def test_gradients_of_half_precision_do_not_vanish():
     assert expected.abs().max() < 2**-24  # the least that fp16 has
     found = gradient(torch.float16, counting()[1])
     torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-11)
+
+
+class Own(nn.Module):
+    """Attention of one's own that records what it attends by."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.alignment = alignattn.Alignment("gan", 1.0, until_met=False)
+
+    def forward(self, tokens):
+        query, key = (f(tokens).unflatten(-1, (2, 8)).transpose(1, 2) for f in (self.q, self.k))
+        self.alignment.record(query, key, name="own")
+        attended = (query @ key.mT).softmax(-1) @ tokens[:, None]
+        return self.out(attended.mean((1, 2))).square().mean() + self.alignment.loss()
+
+
+def test_a_copy_is_matched_by_networks_of_its_own():
+    _, compiled = counting()
+    tokens = torch.randn(4, 6, 16, generator=torch.Generator().manual_seed(1))
+    first = Own().train()
+    first(tokens)  # its networks are made
+    twin = copy.deepcopy(first)
+    with torch.no_grad():
+        for parameter in twin.alignment.parameters():
+            parameter.mul_(3.0)
+    expected = copy.deepcopy(twin)(tokens)
+    assert not torch.isclose(expected, copy.deepcopy(first)(tokens))
+    loss = compiled(lambda model, tokens: model(tokens))
+    torch.testing.assert_close(loss(twin, tokens), expected)
+    del first
+    gc.collect()
+    torch.testing.assert_close(loss(copy.deepcopy(twin), tokens), twin(tokens))
+
+
+def test_networks_that_took_no_part_get_no_gradient():
+    alignment = alignattn.Alignment("gan", 1.0, adversary_optimizer=None)
+    generator = torch.Generator().manual_seed(0)
+    queries = {width: torch.randn(4, 2, 6, width, generator=generator).requires_grad_() for width in (8, 16)}
+
+    def loss(width):
+        alignment.record(queries[width], queries[width] + 1, name=f"layer of {width}")
+        return alignment.loss()
+
+    for width in queries:
+        loss(width).backward()
+
+    def have_gradients(function):
+        for parameter in alignment.parameters():
+            parameter.grad = None
+        function(8).backward()
+        return [parameter.grad is not None for parameter in alignment.parameters()]
+
+    expected = have_gradients(loss)
+    assert any(expected) and not all(expected)
+    assert have_gradients(counting()[1](loss)) == expected
+
+
+def test_the_same_tokens_are_drawn_where_a_backward_saves_memory(monkeypatch):
+    expected, plain = train(bert, "mmd", weight=1.0, max_tokens=4)
+    runs, run = [], Terms.run
+    monkeypatch.setattr(Terms, "run", lambda *given: runs.append(1) or run(*given))
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        losses, alignment = train(bert, "mmd", weight=1.0, max_tokens=4, compile_model=counting()[1])
+    assert len(runs) == 2 * len(LENGTHS)  # else this shows nothing
+    torch.testing.assert_close(losses, expected)
+    assert alignment.meter.read() == pytest.approx(without_share(plain.meter.read()), rel=1e-4, abs=1e-6)
+
+
+def test_a_plain_number_is_a_weight_where_all_numbers_may_change():
+    expected, _ = train(bert, "mmd", weight=0.3)
+    losses, _ = train(
+        bert,
+        "mmd",
+        weight=0.3,
+        compile_model=lambda model: torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True),
+    )
+    torch.testing.assert_close(losses, expected)
+
+
+def test_nothing_is_said_of_a_share_that_cannot_be_seen():
+    """Matched outside of compiled code, queries and keys get alignment's gradient alone."""
+    _, alignment = train(
+        bert, "mmd", weight=1.0, every=2, compile_model=lambda model: torch.compile(model, backend="aot_eager")
+    )
+    logs = alignment.meter.read()
+    assert "alignment_mmd" in logs and "alignment_share" not in logs
+
+
+def test_training_goes_on_after_nan():
+    torch.manual_seed(0)
+    model = bert().train()
+    alignattn.align(model, "mmd", weight=1.0)
+    called = counting()[1](model)
+    inputs = {"input_ids": torch.arange(20).view(2, 10), "labels": torch.tensor([0, 1])}
+    bias = model.bert.encoder.layer[0].attention.self.query.bias
+    expected = called(**inputs).loss
+    for _ in range(2):
+        with torch.no_grad():
+            bias[0] = float("nan")
+        with pytest.raises(NonFiniteError):
+            called(**inputs)
+        with torch.no_grad():
+            bias[0] = 0.0
+        torch.testing.assert_close(called(**inputs).loss, expected)
 
 
 def test_nan_is_found_where_it_is():

@@ -9,6 +9,7 @@ from torch import nn
 
 import alignattn
 from alignattn import balance
+from alignattn.balance import Balance
 from alignattn.errors import AlignmentWarning, ConfigError
 from alignattn.matching.matcher import MatcherConfig
 
@@ -436,3 +437,20 @@ def test_auto_chooses_in_half_precision_what_it_chooses_in_single(spread):
         alignment.advance()
         chosen.append(float(alignment._strength.balance.weight))
     assert chosen[1] == pytest.approx(chosen[0], rel=1e-2) and chosen[0] > 0
+
+
+def test_processes_that_watched_nothing_have_no_share(monkeypatch, tmp_path):
+    """As in compiled code: zeros over zeros, from everyone, would stand in the logs as NaN."""
+    monkeypatch.setattr("alignattn.balance.several", lambda: True)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        balance = Balance()
+        assert balance.settle(0.3, 10, device=torch.device("cpu")) is None
+        tokens = torch.ones(1, 1, 2, 3, requires_grad=True)
+        tell = balance.watch(tokens, None, torch.full_like(tokens, 2.0), 0.5, scale=1.0, through=True)
+        tell(torch.ones(()))
+        tokens.backward(torch.full_like(tokens, 5.0))  # one of it alignment's: 0.5 times 2
+        assert balance.settle(0.5, 20, device=torch.device("cpu")) == pytest.approx(0.25)
+        assert balance.settle(0.5, 30, device=torch.device("cpu")) is None
+    finally:
+        torch.distributed.destroy_process_group()

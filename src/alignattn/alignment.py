@@ -107,6 +107,7 @@ class Alignment:
             key_biases=config.recentre,
         )
         self._terms.recentring = Recentring(self._tap.key_biases) if self._tap.key_biases else None
+        self._terms.failed = self._tap.abandon
         try:
             # nn.MultiheadAttention keeps its queries and keys to itself: what is matched there are copies.
             self._strength.balance.at_weights = all(
@@ -131,7 +132,7 @@ class Alignment:
             _aligned.difference_update(site.module for site in self._tap.sites)
             self._tap.remove()
             self._tap = None
-            self._terms.recentring = None
+            self._terms.recentring = self._terms.failed = None
         self._passes.clear()
         self.objective.forget_replays()
         self._added_to_outputs = False

@@ -47,6 +47,7 @@ class Balance:
         self.is_blind = False  # the weight is to be chosen, and the gradients that tell it are hidden in compiled code
         self.at_weights = False  # of projections: there are no queries and keys that the task's gradient goes through
         self.paused = False  # gradients that come by are on their way to projections, and not the task's
+        self._watches = False  # anything in the update under way
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
         self._meetings: dict[tuple[int, int], list[tuple[Tensor, Weight]]] = {}
@@ -86,9 +87,11 @@ class Balance:
         """
         if not tokens.requires_grad or (source is not None) != self.at_weights:
             return None
-        if self.target is not None and is_compiled_output(tokens):
-            self.weight = torch.full((), self.unseen(), device="cpu")
+        if is_compiled_output(tokens):  # the task's gradient does not come by there
+            if self.target is not None:
+                self.weight = torch.full((), self.unseen(), device="cpu")
             return None
+        self._watches = True
         if source is not None:
             met = self._meeting(source.weight, source.start)
 
@@ -150,7 +153,7 @@ class Balance:
             handle.remove()
         self._handles.clear()
         self._meetings.clear()
-        self._squares = None
+        self._squares, self._watches = None, False
 
     @torch.no_grad()
     def _add(self, aligned: Tensor, task: Tensor) -> None:
@@ -163,7 +166,7 @@ class Balance:
 
         Every process must call this together.
         """
-        squares = self._squares
+        squares, watched = self._squares, self._watches or self._squares is not None
         self.forget()
         if several():
             squares = torch.zeros(2, device=device) if squares is None else squares
@@ -174,6 +177,8 @@ class Balance:
         usable = ratio.isfinite() & (ratio > 0)
         if self.target is not None and not self.is_blind:
             self._choose(self.target * ratio, updates, usable)
+        if not watched:
+            return None
         share = torch.as_tensor(weight, device=squares.device) * (squares[0] / squares[1]).sqrt()
         return torch.where(share.isfinite(), share, torch.nan)  # zero is a share: every head may be left alone
 

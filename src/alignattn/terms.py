@@ -4,6 +4,7 @@ Before either, the networks that a method learns are made and lie where queries 
 looks on while these are matched.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from alignattn.adversary import Adversary
 from alignattn.apart import apart
 from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site
+from alignattn.capture.hook import in_backward
 from alignattn.config import AlignmentConfig
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
@@ -40,6 +42,12 @@ class Terms:
         self.stream = None if config.stream is None else Stream(self.objective)
         self.recentring: Recentring | None = None  # of the model that is attached
         self._name = known_as(self)  # to compiled code
+        self.failed: Callable[[], None] | None = None  # called where a matching raised, in compiled code
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another, to compiled code too."""
+        self.__dict__.update(state)
+        self._name = known_as(self)
 
     def match(self, record: QueryKey, *, first: bool) -> Matched:
         """With `stream`: a call, matched at once; `first` of all that its loss will be of."""
@@ -80,22 +88,34 @@ class Terms:
     # --- in compiled code -------------------------------------------------------------------------------------------
 
     def _by_operator(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
-        has_networks = type(self.matcher).networks is not Matcher.networks
-        layers = [(record.name, record.query.shape[-1]) for some in forwards for record in some]
-        if self.config.every != 1 or (has_networks and any(layer not in self.matcher.rows for layer in layers)):
+        if self.config.every != 1 or (self._has_networks and not self._layers(forwards) <= self.matcher.rows.keys()):
             # Which layers are drawn, and how wide an attention of one's own is, cannot be known before.
             return cast(tuple[Tensor, Parts], self._uncompiled(forwards, weight))
         weighs, generator = self.objective.weighs_networks, self.config.generator
-        return term_of(self._name, forwards, weight, self.learnt(), weighs_networks=weighs, generator=generator)
+        learnt = self.learnt(forwards)
+        return term_of(self._name, forwards, weight, learnt, weighs_networks=weighs, generator=generator)
+
+    @property
+    def _has_networks(self) -> bool:
+        return type(self.matcher).networks is not Matcher.networks
+
+    @staticmethod
+    def _layers(forwards: list[list[QueryKey]]) -> set[tuple[str, int]]:
+        """As networks are kept for them."""
+        return {(record.name, record.query.shape[-1]) for some in forwards for record in some}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _uncompiled(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
         self.strength.looks = self.strength.is_time_to_look()
         return self._together(forwards, weight)
 
-    def learnt(self) -> list[Tensor]:
-        """What networks learn, in an order that stays."""
-        return list(self.matcher.parameters())  # not `learnt()`: to note that it has been asked is to compile once more
+    def learnt(self, forwards: list[list[QueryKey]]) -> list[Tensor]:
+        """What networks of these layers learn, in an order that stays."""
+        if not self._has_networks:  # nor is anything noted of layers before they are matched
+            return list(self.matcher.parameters())
+        banks = {f"banks.{self.matcher.rows[layer][0]}." for layer in self._layers(forwards)}
+        named = self.matcher.named_parameters()
+        return [one for name, one in named if not name.startswith("banks.") or any(map(name.startswith, banks))]
 
     def run(self, forwards: list[list[QueryKey]]) -> tuple[Tensor, Parts, float]:
         """The operator runs: compiled code cannot read the clock, being compiled for one number of it; this can."""
@@ -104,9 +124,11 @@ class Terms:
             self._ensure_networks([record.name], record.query.shape[-1], record.query.device, among=forwards)
         strength, objective = self.strength, self.objective
         strength.looks = strength.is_time_to_look()
-        self.matcher.asked = strength.looks
-        objective.thinning.begin(strength.closed)
-        total, parts = objective(forwards, 1.0, self._watchers(records, looks=strength.looks))
+        again = in_backward()  # which saves memory by computing things once more
+        looks = strength.looks and not again
+        self.matcher.asked = looks
+        objective.thinning.begin(strength.closed, again=again)
+        total, parts = objective(forwards, 1.0, self._watchers(records, looks=looks))
         return total, parts, objective.scale(records, objective.shares([len(some) for some in forwards]))
 
     def _watchers(self, records: list[QueryKey], *, looks: bool) -> list[Watcher]:

@@ -31,11 +31,12 @@ class Thinning:
         self._number = 0  # seeds torch's generators
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def begin(self, update: int) -> None:
-        """A loss is taken, after so many updates."""
+    def begin(self, update: int, *, again: bool = False) -> None:
+        """A loss is taken, after so many updates; `again`: the last one is computed once more."""
         if self.max_tokens is None and self.every == 1:
             return
-        self._losses = self._losses + 1 if update == self._update else 0
+        if not again:
+            self._losses = self._losses + 1 if update == self._update else 0
         self._update = update
         self._chance.seed(f"{self._seed} {update} {self._losses}")
         self._number = self._chance.getrandbits(62)

@@ -10,7 +10,8 @@ known already.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from alignattn.balance import Weight, at_least_single
 from alignattn.capture import QueryKey
 from alignattn.delivery import COMPILED, scale_gradient
-from alignattn.errors import CaptureError
+from alignattn.errors import AlignmentError, CaptureError
 from alignattn.objective import Forwards, Parts, is_nothing, label_of
 
 # Within an operator torch leaves autograd out. Outside of all operators it does not, as when this is imported.
@@ -34,8 +35,10 @@ class Matching(Protocol):
     def run(self, forwards: Forwards) -> tuple[Tensor, Parts, float]:
         """The loss with weight one, each layer's part, and what brings gradients to about one."""
 
-    def learnt(self) -> list[Tensor]:
-        """What networks learn, in an order that stays."""
+    def learnt(self, forwards: Forwards) -> list[Tensor]:
+        """What networks of these layers learn, in an order that stays."""
+
+    failed: Callable[[], None] | None  # called where it raised: nothing that tracing noted is written down then
 
 
 _matchings: "weakref.WeakValueDictionary[str, Matching]" = weakref.WeakValueDictionary()
@@ -111,16 +114,19 @@ def _match(
     wanted: Sequence[bool],
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    owner, number = _matchings[matching], len(calls)
-    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
+    owner, number = _matchings.get(matching), len(calls)
+    if owner is None:
+        raise AlignmentError("The alignment that this code was compiled for is gone. Compile the model anew.")
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad(), _telling(owner):
         leaves = [side.detach().requires_grad_(wants) for side, wants in zip(tokens, wanted, strict=False)]
         records = iter(
             _record(name, calls[at], leaves[at], leaves[number + at], beside[BESIDE * at : BESIDE * (at + 1)])
             for at, name in enumerate(names.split("\n"))
         )
-        total, parts, scale = owner.run([list(itertools.islice(records, count)) for count in counts])
+        forwards = [list(itertools.islice(records, count)) for count in counts]
+        total, parts, scale = owner.run(forwards)
         # The networks' own: what an operator is given takes no gradients.
-        targets = leaves + [own for own, _ in zip(owner.learnt(), parameters, strict=True)]
+        targets = leaves + [own for own, _ in zip(owner.learnt(forwards), parameters, strict=True)]
         asked = [target for target in targets if target.requires_grad]
         found: dict[int, Tensor] = {}
         if total.requires_grad:
@@ -131,6 +137,16 @@ def _match(
     values = torch.stack([part.detach().to(kind) for part in parts.values()])
     gradients = _apart([(target, found.get(id(target))) for target in targets])
     return total.detach().to(kind, copy=True), values, values.new_full((), scale), gradients
+
+
+@contextmanager
+def _telling(owner: Matching) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if owner.failed is not None:
+            owner.failed()
+        raise
 
 
 def _like(

@@ -222,8 +222,7 @@ class Tap:
                 "process a device instead: torchrun or accelerate launch, with DistributedDataParallel."
             )
         if self._depth and not self._still_running():  # an interrupt tore us out of a forward pass
-            self._close()
-            self._failed()
+            self.abandon()
         self._depth += 1
         if self._depth > 1:
             return
@@ -271,6 +270,11 @@ class Tap:
         if recorded and not failed and self._finish is not None:
             return self._finish(output, kwargs)
         return None
+
+    def abandon(self) -> None:
+        """The pass that is being recorded has failed."""
+        self._close()
+        self._failed()
 
     def _failed(self) -> None:
         if self._abandon is not None:

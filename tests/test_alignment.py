@@ -8,6 +8,7 @@ from torch import nn
 
 import alignattn
 from alignattn.errors import AlignmentError, CaptureError, NothingCapturedError
+from alignattn.objective import is_nothing
 
 METHODS = ["gan", "ot", "ct", "mmd"]
 PRESETS = ["stable", "paper", "released"]
@@ -87,6 +88,12 @@ def test_weight_zero_trains_bit_identically_to_soft(bert, batch, method, preset)
         assert seeded_step(soft, batch, optimizers[0]) == seeded_step(bert, batch, optimizers[1])
     for (name, one), other in zip(soft.named_parameters(), bert.parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("weight", [0, 0.0])
+def test_zero_is_nothing_however_it_is_written(weight):
+    assert is_nothing(alignattn.Alignment("mmd", weight).config.weight_at(0))
+    assert not is_nothing(alignattn.Alignment("mmd", weight + 1).config.weight_at(0))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -209,7 +209,7 @@ def test_gradients_of_nothing_leave_the_weight_as_it_was():
     auto = balance.Balance(0.1)
     auto.weight = torch.tensor(2.0)
     for squares, share in (([0.0, 1.0], 0.0), ([1.0, 0.0], nan), ([nan, 1.0], nan), ([float("inf"), 1.0], nan)):
-        auto._squares = torch.tensor(squares)
+        auto._squares, auto._watches = torch.tensor(squares), True
         assert float(auto.settle(2.0, 0, device=None)) == pytest.approx(share, nan_ok=True)
         assert auto.weight == 2.0
 

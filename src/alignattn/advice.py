@@ -112,7 +112,7 @@ class Advice:
         self._told_of_silence = True
         _warn(
             f"A training forward of {type(tap.model).__name__} ran, and nothing is aligned: of the {len(tap.sites)} "
-            "attached attention modules none took part in it in training mode, with gradients, and but as "
+            "attached attention modules none took part in it, or only in eval mode, without gradients, or as "
             "cross-attention. Choose other layers=, put them in training mode, or say cross=True."
         )
 

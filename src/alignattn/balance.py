@@ -166,7 +166,7 @@ class Balance:
 
         Every process must call this together.
         """
-        squares, watched = self._squares, self._watches or self._squares is not None
+        squares, watched = self._squares, self._watches
         self.forget()
         if several():
             squares = torch.zeros(2, device=device) if squares is None else squares

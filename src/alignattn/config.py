@@ -148,7 +148,7 @@ class AlignmentConfig:
         """The weight in the step-th update of the model; zero where it is chosen while training."""
         if isinstance(self.weight, Auto):
             return 0.0
-        return check_weight(self.weight(step)) if callable(self.weight) else self.weight
+        return check_weight(self.weight(step)) if callable(self.weight) else float(self.weight)
 
 
 def resolve(

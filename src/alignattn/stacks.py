@@ -48,22 +48,19 @@ class Stack:
 
 
 def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
-    """Which records are stacked. Compared, not hashed: to hash a length is to compile for it alone."""
-    groups: list[tuple[Any, list[int]]] = []
+    """Which records are stacked."""
+    groups: dict[Any, list[int]] = {}
     for place, record in enumerate(records):
         query, key = record.query, record.key
         alone = query.device.type == "cpu" or not record.kept  # each is let go before the next is matched
         if (alone and matcher.is_separable()) or matcher.follows_edges():  # edges may be others in each layer
-            groups.append((None, [place]))
+            groups[place] = [place]
             continue
         bank = matcher.bank(record.name, query.shape[-1])
         given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
         kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
-        group = next((members for other, members in groups if other == kind), None)
-        if group is None:
-            groups.append((kind, group := []))
-        group.append(place)
-    return [part for _, members in groups for part in _parted(members, records[members[0]], matcher)]
+        groups.setdefault(kind, []).append(place)
+    return [part for members in groups.values() for part in _parted(members, records[members[0]], matcher)]
 
 
 def _parted(members: list[int], one: QueryKey, matcher: Matcher) -> list[list[int]]:

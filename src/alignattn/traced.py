@@ -1,7 +1,7 @@
 """In compiled code: the whole matching as one operator, which torch calls and does not look into.
 
-Traced, the networks and matrices of a matching would become code of torch's making, which holds them in memory, takes
-long to compile, and cannot decide anything by what it computes. As an operator it is what it is elsewhere: kernels,
+Traced, the networks and matrices of a matching would become code of torch's making, which holds them in memory, and
+cannot decide anything by what it computes. As an operator it is what it is elsewhere: kernels,
 records that are replayed, heads left alone, tokens drawn anew. What it hands to the backward are gradients that are
 known already.
 
@@ -101,9 +101,6 @@ def _record(name: str, call: int, query: Tensor, key: Tensor, beside: Sequence[T
     )
 
 
-BESIDE = 7
-
-
 def _match(
     matching: str,
     names: str,
@@ -119,8 +116,9 @@ def _match(
         raise AlignmentError("The alignment that this code was compiled for is gone. Compile the model anew.")
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad(), _telling(owner):
         leaves = [side.detach().requires_grad_(wants) for side, wants in zip(tokens, wanted, strict=False)]
+        each = len(beside) // number
         records = iter(
-            _record(name, calls[at], leaves[at], leaves[number + at], beside[BESIDE * at : BESIDE * (at + 1)])
+            _record(name, calls[at], leaves[at], leaves[number + at], beside[each * at : each * (at + 1)])
             for at, name in enumerate(names.split("\n"))
         )
         forwards = [list(itertools.islice(records, count)) for count in counts]
@@ -149,17 +147,9 @@ def _telling(owner: Matching) -> Iterator[None]:
         raise
 
 
-def _like(
-    _: str,
-    names: str,
-    calls: Sequence[int],
-    __: Sequence[int],
-    tokens: Sequence[Tensor],
-    ___: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    parameters: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+def _like(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Outputs of the right shapes, without computing them."""
+    _, names, calls, _, tokens, _, wanted, parameters = given
     number = tokens[0].new_empty((), dtype=_kind(tokens))
     labels = set(zip(names.split("\n"), calls, strict=True))
     # Told, not asked: while code is made for it, tensors that stand for others do not know what these require.

@@ -64,7 +64,7 @@ class SeededAlignment:
         factor = len(self.seeds) if self.alignment.config.reduction == "mean" else 1
         return factor * self.alignment.loss()
 
-    def leave(self, places: Sequence[int]) -> None:
+    def keep_only(self, places: Sequence[int]) -> None:
         """Only seeds at these places go on."""
         self.seeds = tuple(self.seeds[place] for place in places)
         self.chances = [self.chances[place] for place in places]
@@ -115,17 +115,17 @@ class Running:
             better = keep.view(-1, *(1,) * (parameter.ndim - 1))
             kept.index_copy_(0, places, torch.where(better, parameter, kept[places]))
 
-    def leave(self, over: list[bool]) -> None:
+    def dismiss(self, over: list[bool]) -> None:
         """Seeds that are over are trained no longer, if they are enough to be worth it."""
         here = [at for at, place in enumerate(self.places) if not over[place]]
         if not 0 < len(here) <= STAY * len(self.places):
             return
         self.optimizer.zero_grad(set_to_none=True)
-        self.task.leave(self.models, here)
+        self.task.keep_only(self.models, here)
         for state in self.optimizer.state.values():
             state.update({name: value[here] for name, value in state.items() if value.ndim})  # all but Adam's count
         if self.aligned is not None:
-            self.aligned.leave(here)
+            self.aligned.keep_only(here)
         self.places = [self.places[at] for at in here]
 
 
@@ -161,7 +161,7 @@ def fit(
         if ends:
             break
         if epoch % ASKED == 0:
-            running.leave(over)
+            running.dismiss(over)
     progress((last - looked) * len(seeds))  # those that early stopping has spared
     _close(courses, stopping, laps[1:] or laps, time.perf_counter() - start)
     models = task.make_models(seeds)

@@ -112,7 +112,7 @@ class Discriminator(nn.Module):
     @property
     def has_highway(self) -> bool:
         """Whether its gradient is written out: not for the plain forms, nor for compiled code."""
-        return self.transform is not None and self.gate is not None and not torch.compiler.is_compiling()
+        return self.transform is not None and self.gate is not None
 
     def features_and_answers(
         self, tokens: Float[Tensor, "l t d"], layers: Rows = None

@@ -156,7 +156,7 @@ class GATs(nn.Module):
             self._chance = Chance(self.seeds, values.device)
         return self._chance.dropped(values, share)
 
-    def leave(self, places: Sequence[int]) -> None:
+    def keep_only(self, places: Sequence[int]) -> None:
         """Only the networks at these places stay; parameters are the same objects, with fewer rows."""
         self.seeds = tuple(self.seeds[place] for place in places)
         for parameter in self.parameters():

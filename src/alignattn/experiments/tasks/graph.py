@@ -133,9 +133,9 @@ class NodeClassification(SeedsAtOnce):
         right = logits[:, nodes].argmax(-1) == self.labels[nodes]
         return self._loss(logits, "validation"), right.double().mean(1)
 
-    def leave(self, models: nn.Module, places: Sequence[int]) -> None:
+    def keep_only(self, models: nn.Module, places: Sequence[int]) -> None:
         assert isinstance(models, GATs)
-        models.leave(places)
+        models.keep_only(places)
 
     def only(self, models: nn.Module, place: int) -> nn.Module:
         assert isinstance(models, GATs)

@@ -90,7 +90,7 @@ class SeedsAtOnce(Task):
         """Loss and accuracy of each seed on validation data."""
 
     @abstractmethod
-    def leave(self, models: nn.Module, places: Sequence[int]) -> None:
+    def keep_only(self, models: nn.Module, places: Sequence[int]) -> None:
         """Only seeds at these places stay in `models`; their parameters are the same objects, with fewer rows."""
 
     @abstractmethod

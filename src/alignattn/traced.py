@@ -26,7 +26,7 @@ from alignattn.objective import Forwards, Parts, is_nothing, label_of
 # Within an operator torch leaves autograd out. Outside of all operators it does not, as when this is imported.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 # It records and replays CUDA graphs itself, which cannot be part of another; older torch has no word for it.
-_TAGS: dict[str, Any] = {"tags": torch.Tag.cudagraph_unsafe} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
 class Matching(Protocol):

@@ -177,7 +177,9 @@ def test_one_compilation_serves_all_lengths(method):
     assert counter.frames[1:] == [counter.frames[1]] * (len(lengths) - 1)
 
 
-def test_packed_rows_are_unpacked_where_their_documents_can_be_counted():
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_are_unpacked_where_their_documents_can_be_counted(use_cache):
+    """With a cache transformers takes a row for one document, whatever its positions."""
     ids = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[*range(5), *range(7)], [*range(9), *range(3)]])
 
@@ -186,7 +188,8 @@ def test_packed_rows_are_unpacked_where_their_documents_can_be_counted():
         model = llama().train()
         alignment = alignattn.align(model, "mmd", weight=1.0)
         called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        return [called(input_ids=ids, position_ids=positions, labels=ids).loss.detach() for _ in range(2)], alignment
+        inputs = {"input_ids": ids, "position_ids": positions, "labels": ids, "use_cache": use_cache}
+        return [called(**inputs).loss.detach() for _ in range(2)], alignment
 
     (expected, plain), (told, alignment) = losses(False), losses(True)
     torch.testing.assert_close(told, expected)

@@ -88,7 +88,8 @@ class Terms:
     # --- in compiled code -------------------------------------------------------------------------------------------
 
     def _by_operator(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
-        if self.config.every != 1 or (self._has_networks and not self._layers(forwards) <= self.matcher.rows.keys()):
+        known = self.matcher.rows
+        if self.config.every != 1 or (self._has_networks and any(one not in known for one in self._layers(forwards))):
             # Which layers are drawn, and how wide an attention of one's own is, cannot be known before.
             return cast(tuple[Tensor, Parts], self._uncompiled(forwards, weight))
         weighs, generator = self.objective.weighs_networks, self.config.generator
@@ -165,7 +166,7 @@ class Terms:
 
     def _follow(self, device: torch.device) -> None:
         """The networks move to where queries and keys are."""
-        if self.adversary is None:
-            self.matcher.to(device)
-        else:
+        if self.adversary is not None:
             self.adversary.follow(device)
+        elif any(tensor.device != device for tensor in (*self.matcher.parameters(), *self.matcher.buffers())):
+            self.matcher.to(device)  # which older compilers cannot trace

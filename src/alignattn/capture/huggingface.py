@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from alignattn.capture.attending import Attending
@@ -104,6 +105,8 @@ class HuggingFaceSocket(ProjectedSocket):
             key_mask = self.tap.valid_keys(mask, query.shape[0], key.shape[2])
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
             segments = None if mask is None else self.tap.segments_for(query, key)
+            if segments is not None and isinstance(mask, Tensor) and mask.ndim == 4:
+                segments = _kept_apart(segments, mask)
             attending = None
             if self.tap.attending:
                 bias = _bias(module, query, key, mask, options, implementation)
@@ -266,6 +269,18 @@ def _implementation(module: nn.Module) -> str | None:
 
 
 _readable: set[str | None] = set()  # names that were found so
+
+
+def _kept_apart(segments: Tensor, mask: Tensor) -> Tensor:
+    """Documents as the mask has them: one begins where its first token does not see the token before.
+
+    Positions that do not go on may stand in a row that is attended to as a whole: so with a cache, which keeps
+    transformers from looking at them.
+    """
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    before = sees[:, 0].diagonal(-1, -2, -1)  # [b, n - 1]
+    begins = (segments.diff(dim=-1) != 0) & ~before
+    return nn.functional.pad(begins.long(), (1, 0)).cumsum(-1)
 
 
 def _check(implementation: str | None, module: nn.Module) -> None:

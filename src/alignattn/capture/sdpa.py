@@ -88,7 +88,7 @@ class SdpaSocket(ProjectedSocket):
 
     def sees(self, function: Any) -> bool:
         """Whether this is a call of a watched module."""
-        return function is SDPA and bool(self.running) and not self.paused
+        return function is SDPA and len(self.running) > 0 and not self.paused
 
     def see(
         self,

@@ -48,21 +48,36 @@ def problems(p, n, m, d, *, masked=False, seed=0):
 
 
 SIZES = [(1, 1, 1, 8), (2, 5, 7, 8), (3, 16, 16, 16), (2, 33, 17, 24), (1, 70, 40, 128), (2, 20, 20, 64)]
+SIZES += [(1, 40, 600, 16)]  # columns of which a program holds no more than eight rows
+
+
+def scores(kind, *given):
+    from alignattn.matching.kernels.sinkhorn import StreamedScores
+    from alignattn.matching.kernels.stored_scores import StoredScores
+
+    return {"stored": StoredScores, "streamed": StreamedScores}[kind](*given)
+
+
+KINDS = pytest.mark.parametrize("kind", ["stored", "streamed"])
 
 
 @inside
+@KINDS
 @pytest.mark.parametrize(("p", "n", "m", "d"), SIZES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, monkeypatch):
+def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, kind, monkeypatch):
     from alignattn.matching import kernels, sinkhorn
 
     given = problems(p, n, m, d, masked=masked)
-    exact = sinkhorn._plans(*given, 20, 0.0)
+    never = -1.0  # within the tolerance: single precision may come to rest before
+    exact = sinkhorn._plans(*given, 20, never)
     single = [tensor.float().to(DEVICE) for tensor in given]
     assert kernels.serve(single[0])
-    found = sinkhorn._plans(*single, 20, 0.0)
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: kind == "stored")
+    found = sinkhorn._plans(*single, 20, never)
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
-    plain = sinkhorn._plans(*single, 20, 0.0)
+    plain = sinkhorn._plans(*single, 20, never)
     for told, usual, truth in zip(found, plain, exact, strict=True):
         assert told.shape == truth.shape and told.dtype == (
             torch.int64 if truth.dtype == torch.int64 else torch.float32
@@ -72,24 +87,66 @@ def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, monke
 
 
 @inside
-def test_tiles_and_runs_make_no_difference():
+def test_tiles_runs_and_memory_make_no_difference():
     from alignattn.matching.kernels.sinkhorn import StreamedScores
 
     x, y, _, _, log_a, log_b, epsilon = (tensor.float().to(DEVICE) for tensor in problems(2, 50, 37, 8))
     f, g = torch.randn(2, 50, device=DEVICE), torch.randn(2, 37, device=DEVICE)
-    first, again, small = (
-        (*scores.solve(log_a, log_b, g, 3, 0.0, 10), *scores.carry(f, g)[0], *scores.carry(f, g)[1])
-        for scores in (*[StreamedScores(x, y, epsilon)] * 2, StreamedScores(x, y, epsilon, largest_tile=16))
-    )
-    for one, other, tiled in zip(first, again, small, strict=True):
-        assert torch.equal(one, other)
-        torch.testing.assert_close(tiled, one, rtol=1e-4, atol=1e-4)
+
+    def all_of(some):
+        return *some.solve(log_a, log_b, g, 3, 0.0, 10), *some.carry(f, g)[0], *some.carry(f, g)[1]
+
+    tiled = all_of(StreamedScores(x, y, epsilon, largest_tile=16))
+    for kind in ("stored", "streamed"):
+        first, again = (all_of(scores(kind, x, y, epsilon)) for _ in range(2))
+        for one, other, small in zip(first, again, tiled, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(small, one, rtol=1e-4, atol=1e-4)
 
 
 @inside
-def test_each_problem_stops_by_itself():
+@pytest.mark.parametrize(("p", "n", "m", "d"), SIZES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_alone_are_as_precise(p, n, m, d, masked, monkeypatch):
+    from alignattn.matching import kernels, sinkhorn
+
+    given = problems(p, n, m, d, masked=masked)
+    single = [tensor.float().to(DEVICE) for tensor in given]
+    monkeypatch.setattr("alignattn.matching.tokens.MATRIX_ELEMENTS", {"cpu": n * m, "cuda": n * m})  # one at a time
+    exact = sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 20, -1.0)
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: True)
+    found = sinkhorn.with_fixed_plan(sinkhorn.Problems(*single), 20, -1.0)
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    plain = sinkhorn.with_fixed_plan(sinkhorn.Problems(*single), 20, -1.0)
+    for told, usual, truth in zip(found, plain, exact, strict=True):
+        assert told.shape == truth.shape
+        off, allowed = ((t.cpu().double() - truth).square().mean().sqrt() for t in (told, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.double().abs().max().clamp_min(1.0)
+
+
+@inside
+def test_scores_are_held_where_problems_are_many_and_scores_few_and_precise():
+    """At most four times as many numbers as queries and keys: memory is linear in their number."""
+    from alignattn.matching import kernels
+    from alignattn.matching.sinkhorn import Problems, _are_stored
+
+    def stored(p, n, m, d, products=kernels.EXACT):
+        x, y = torch.zeros(p, 1, 1, device=DEVICE).expand(p, n, d), torch.zeros(p, 1, 1, device=DEVICE).expand(p, m, d)
+        a, b = x[..., 0], y[..., 0]
+        return _are_stored(Problems(x, y, a, b, a, b, x[:, 0, 0], products=products))
+
+    assert stored(64, 512, 512, 64)
+    assert not stored(63, 512, 512, 64)
+    assert not stored(64, 513, 512, 64)
+    assert stored(64, 8, 8192, 64) and not stored(64, 8, 8193, 64)  # a row that no program holds
+    assert not stored(64, 16, 16, 64, kernels.ROUNDED)
+
+
+@inside
+@KINDS
+def test_each_problem_stops_by_itself(kind):
     """After as many iterations as it takes alone, with what it finds alone, whatever the others take: as plain code."""
-    from alignattn.matching.kernels.sinkhorn import StreamedScores
     from alignattn.matching.sinkhorn import Problems, _Scores
 
     given = [tensor.float().to(DEVICE) for tensor in problems(3, 12, 10, 8, masked=True)]
@@ -97,8 +154,8 @@ def test_each_problem_stops_by_itself():
     start = log_b - beta / epsilon[:, None]
 
     def solved(places):
-        scores = StreamedScores(x[places], y[places], epsilon[places])
-        return scores.solve(log_a[places], log_b[places], start[places], 200, 1e-4, 10)
+        some = scores(kind, x[places], y[places], epsilon[places])
+        return some.solve(log_a[places], log_b[places], start[places], 200, 1e-4, 10)
 
     together = solved(slice(None))
     iterations = together[2].tolist()

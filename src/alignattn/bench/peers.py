@@ -18,7 +18,7 @@ TARGET = 0.01  # median over problems
 MATRIX = 2**31  # numbers in the matrices of all problems; peers that hold them are not tried beyond
 SIZES = {"cuda": ((192, 512), (12, 8192), (384, 128)), "cpu": ((96, 128), (8, 512))}
 WIDTH = 64
-LONGEST = 10.0  # seconds: whoever is not precise enough by then is not waited for
+LONGEST = 3.0  # seconds: whoever is not precise enough by then is not waited for
 
 Solve = Callable[[], object]
 Error = Callable[[object], float]

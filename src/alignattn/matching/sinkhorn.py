@@ -7,8 +7,9 @@ outlive a half-step: problems are taken in chunks whose matrices fit a fixed bud
 budget in tiles whose products are computed anew. Memory is linear in the number of tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,10 @@ from alignattn.matching import kernels
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import MATRIX_ELEMENTS, chunks_of
 
+if TYPE_CHECKING:
+    from alignattn.matching.kernels.stored_scores import StoredScores
+
+TIMES_TOKENS = 4  # scores that kernels hold, as a multiple of queries and keys: memory stays linear in their number
 LOOK_EVERY = 10  # iterations, whether all problems are done: to look costs an accelerator its queue
 
 
@@ -82,6 +87,22 @@ def _scores(problems: Problems) -> Scores:
     from alignattn.matching.kernels.sinkhorn import StreamedScores
 
     return StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
+
+
+def _are_stored(problems: Problems) -> bool:
+    """Whether kernels hold scores in memory: where to read them is faster, and they are not many more than tokens."""
+    if not kernels.serve(problems.x):
+        return False
+    from alignattn.matching.kernels import stored_scores
+
+    (count, n, d), m = problems.x.shape, problems.y.shape[1]
+    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(count, m, problems.products)
+
+
+def _stored_scores(problems: Problems) -> "StoredScores":
+    from alignattn.matching.kernels.stored_scores import StoredScores
+
+    return StoredScores(problems.x, problems.y, problems.epsilon)
 
 
 class _Iterated:
@@ -225,6 +246,9 @@ def _sinkhorn(problems: Problems, scores: "Scores", max_iterations: int, toleran
 
 def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Cost with the plan as a constant: the gradient is that of the regularised value, by the envelope theorem."""
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in problems.tensors())
+    if not differentiated and _are_stored(problems):
+        return _values(problems, max_iterations, tolerance)
     rows, columns, to_keys, to_queries, entropy, error, iterations = _plans(
         *problems.detached().tensors(), max_iterations, tolerance, problems.products
     )
@@ -234,6 +258,27 @@ def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -
     product = of_queries + of_keys - of_keys.detach()
     cost = (rows * problems.alpha).sum(-1) + (columns * problems.beta).sum(-1) - product
     return cost, cost + problems.epsilon * entropy, error, iterations
+
+
+def _values(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
+    """The same without anything to differentiate: nothing is carried."""
+    parts = []
+    for part in _chunks(problems):
+        scores = _stored_scores(part)
+        f, g, iterations = _sinkhorn(part, scores, max_iterations, tolerance)
+        parts.append((*scores.value(f, g, part.log_a, part.log_b, part.alpha, part.beta), iterations))
+    return _joined(parts)
+
+
+def _chunks(problems: Problems) -> list[Problems]:
+    """In parts whose matrices fit the budget."""
+    count, elements = len(problems.x), problems.x.shape[1] * problems.y.shape[1]
+    step = chunks_of(count, elements, problems.x.device)
+    return [problems[start : start + step] for start in range(0, count, step)]
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(t) for t in zip(*parts, strict=True))
 
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -260,18 +305,14 @@ def _plans(
 ) -> Statistics:
     """What `_plan_statistics` tells, of all problems."""
     problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon, products=products)
-    # Kernels hold no matrix, and take all problems at once.
-    step = len(x) if kernels.serve(x) else chunks_of(len(x), x.shape[1] * y.shape[1], x.device)
-    starts = range(0, len(x), step)
-    parts = [_plan_statistics(problems[start : start + step], max_iterations, tolerance) for start in starts]
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(torch.cat(t) for t in zip(*parts, strict=True))  # type: ignore[return-value]
+    score = _stored_scores if _are_stored(problems) else _scores
+    streamed = kernels.serve(x) and score is _scores  # no matrix is held: all are solved at once
+    parts = [problems] if streamed else _chunks(problems)
+    return _joined([_plan_statistics(part, score(part), max_iterations, tolerance) for part in parts])  # type: ignore[return-value]
 
 
-def _plan_statistics(problems: Problems, max_iterations: int, tolerance: float) -> Statistics:
+def _plan_statistics(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Statistics:
     """Row and column sums of the plan, what it carries to either side, sum pi log pi, and how it was reached."""
-    scores = _scores(problems)
     f, g, iterations = _sinkhorn(problems, scores, max_iterations, tolerance)
     (rows, to_keys), (columns, to_queries) = scores.carry(f, g)
     entropy = (
@@ -294,7 +335,6 @@ def _marginal_error(rows: Float[Tensor, "p n"], columns: Float[Tensor, "p m"], p
 
 def unrolled(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Cost differentiated through the iterations. Holds n×m numbers for each of them, for one chunk at a time."""
-    step = chunks_of(len(problems.x), problems.x.shape[1] * problems.y.shape[1], problems.x.device)
 
     def solve(*tensors: Tensor) -> tuple[Tensor, ...]:
         part = Problems(*tensors)
@@ -309,8 +349,7 @@ def unrolled(problems: Problems, max_iterations: int, tolerance: float) -> tuple
         error = _marginal_error(plan.sum(-1), plan.sum(-2), part).detach()
         return cost, cost + part.epsilon * entropy, error, iterations
 
-    parts = []
-    for start in range(0, len(problems.x), step):
-        tensors = problems[start : start + step].tensors()
-        parts.append(checkpoint(solve, *tensors, use_reentrant=False, preserve_rng_state=False))
-    return tuple(torch.cat(t) for t in zip(*parts, strict=True))
+    parts = [
+        checkpoint(solve, *part.tensors(), use_reentrant=False, preserve_rng_state=False) for part in _chunks(problems)
+    ]
+    return _joined(parts)

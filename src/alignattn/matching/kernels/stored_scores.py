@@ -1,0 +1,210 @@
+"""Sinkhorn with scores in memory, a problem a program: products in single precision cost more than to read them.
+
+    solve:  f_i = log a_i - LSE_j(g_j + s_ij), and of the same scores, while they are at hand, g_j = log b_j -
+            LSE_i(f_i + s_ij), until no marginal is off by more than the tolerance
+    value:  of the plan pi_ij = exp(f_i + g_j + s_ij): its cost, its entropy, and by how much marginals are off
+    carry:  sum_j pi_ij  and  sum_j pi_ij y_j
+
+An iteration reads the scores once, and a whole solution is one launch, which Python makes in microseconds: made of
+launches, these took Python longer than the device. Sums are in single precision. Nothing is added atomically: results
+are the same each time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from alignattn.matching.kernels import EXACT
+from alignattn.matching.kernels.tiles import TILE, launch, width_of
+
+HELD = 8192  # scores that a program has in registers, of one or more whole rows
+WARPS = 8
+FEWEST = 64  # problems that keep a device busy, at one program each
+
+
+def pay(problems: int, keys: int, products: str) -> bool:
+    """Whether scores are worth their memory. Products of one part are made faster than read."""
+    return products == EXACT and problems >= FEWEST and keys <= HELD
+
+
+@triton.jit
+def _read(scores, problem, i, j, n, m):
+    at = (problem * n + i[:, None]) * m + j[None, :]
+    return tl.load(scores + at, mask=(i[:, None] < n) & (j[None, :] < m), other=float("-inf"))
+
+
+@triton.jit
+def _solve(
+    scores, log_a, log_b, start, f, g, iterations, n, m, problems, most_iterations, tolerance,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    across = tl.load(start + problem * m + j, mask=j < m, other=float("-inf"))
+    marginal = tl.load(log_b + problem * m + j, mask=j < m, other=float("-inf"))
+    iteration = 0
+    within = 0
+    while (iteration < most_iterations) & (within == 0):
+        # This f and the one before lie in two buffers, in turns: the last but one is the one where this is no step.
+        new = f + (problem + (iteration % 2) * problems) * n
+        before = f + (problem + ((iteration + 1) % 2) * problems) * n
+        largest = tl.full([COLUMNS], float("-inf"), tl.float32)
+        total = tl.zeros([COLUMNS], tl.float32)
+        off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
+        upcoming = _read(scores, problem, row, j, n, m)
+        for first in range(0, n, ROWS):
+            i = first + row
+            score = upcoming
+            upcoming = _read(scores, problem, i + ROWS, j, n, m)  # while these are worked on
+            along = score + across[None, :]
+            in_row = tl.max(along, 1)
+            in_row = tl.where(in_row == float("-inf"), 0.0, in_row)
+            log_sum = in_row + tl.log(tl.sum(tl.exp(along - in_row[:, None]), 1))
+            own_marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
+            valid = own_marginal > float("-inf")
+            own = tl.where(valid, own_marginal - log_sum, float("-inf"))
+            if iteration > 0:
+                old = tl.load(before + i, mask=valid, other=0.0)
+                close = tl.abs(tl.exp(old - own) - 1.0) <= tolerance
+                off += (valid & ~close).to(tl.int32)
+            tl.store(new + i, own, mask=i < n)
+            down = score + own[:, None]
+            now = tl.maximum(largest, tl.max(down, 0))
+            finite = tl.where(now == float("-inf"), 0.0, now)
+            total = total * tl.exp(largest - finite) + tl.sum(tl.exp(down - finite[None, :]), 0)
+            largest = now
+        if iteration > 0:
+            within = (tl.sum(off, 0) == 0).to(tl.int32)
+        step = tl.where(j < m, marginal - (largest + tl.log(total)), float("-inf"))
+        across = tl.where(within != 0, across, step)
+        iteration += 1 - within
+        tl.debug_barrier()  # what is stored is read in the next but by other threads
+    tl.store(g + problem * m + j, across, mask=j < m)
+    tl.store(iterations + problem, iteration)
+
+
+@triton.jit
+def _value(
+    scores, f, g, log_a, log_b, alpha, beta, epsilon, cost, regularised, error, n, m,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, COLUMNS)
+    inside = j < m
+    across = tl.load(g + problem * m + j, mask=inside, other=float("-inf"))
+    from_key = tl.load(beta + problem * m + j, mask=inside, other=0.0)
+    column_sums = tl.zeros([COLUMNS], tl.float32)
+    paid = tl.zeros([ROWS], tl.float32)  # sum pi c, less what depends on one token alone
+    entropy = tl.zeros([ROWS], tl.float32)  # sum pi log pi
+    worst = tl.zeros([ROWS], tl.float32)
+    from_queries = tl.zeros([ROWS], tl.float32)
+    for first in range(0, n, ROWS):
+        i = first + tl.arange(0, ROWS)
+        score = _read(scores, problem, i, j, n, m)
+        own = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+        logarithm = score + own[:, None] + across[None, :]
+        plan = tl.exp(logarithm)
+        here = plan > 0.0
+        paid += tl.sum(tl.where(here, plan * score, 0.0), 1)
+        entropy += tl.sum(tl.where(here, plan * logarithm, 0.0), 1)
+        row_sums = tl.sum(plan, 1)
+        from_queries += row_sums * tl.load(alpha + problem * n + i, mask=i < n, other=0.0)
+        marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
+        worst = tl.maximum(worst, _off(row_sums, marginal))
+        column_sums += tl.sum(plan, 0)
+    marginal = tl.load(log_b + problem * m + j, mask=inside, other=float("-inf"))
+    scale = tl.load(epsilon + problem)
+    total = tl.sum(from_queries, 0) + tl.sum(column_sums * from_key, 0) - tl.sum(paid, 0) * scale
+    tl.store(cost + problem, total)
+    tl.store(regularised + problem, total + scale * tl.sum(entropy, 0))
+    tl.store(error + problem, tl.maximum(tl.max(worst, 0), tl.max(_off(column_sums, marginal), 0)))
+
+
+@triton.jit
+def _off(sums, log_marginal):
+    valid = log_marginal > float("-inf")
+    return tl.where(valid, tl.abs(sums / tl.exp(tl.where(valid, log_marginal, 0.0)) - 1.0), 0.0)
+
+
+@triton.jit
+def _carry(
+    scores, down, right, f, g, y, sums, carried, n, m, d, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    i = block * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, WIDTH)
+    potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, m, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        at = problem * n * m + i[:, None] * down + j[None, :] * right
+        score = tl.load(scores + at, mask=(i[:, None] < n) & (j[None, :] < m), other=0.0)
+        across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
+        plan = tl.exp(score + potential[:, None] + across[None, :])
+        to = y + problem * m * d + j[:, None] * d + e[None, :]
+        other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
+        total += tl.sum(plan, 1)
+        mean += tl.dot(plan, other, input_precision=PRECISION)
+    tl.store(sums + problem * n + i, total, mask=i < n)
+    at = problem * n * d + i[:, None] * d + e[None, :]
+    tl.store(carried + at, mean, mask=(i[:, None] < n) & (e[None, :] < d))
+
+
+class StoredScores:
+    """x·y/epsilon of a stack of problems x [p, n, d] and y [p, m, d], and what Sinkhorn takes of it."""
+
+    def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor) -> None:
+        self.x, self.y, self.epsilon = x.contiguous(), y.contiguous(), epsilon.contiguous()
+        self.scores = (self.x / epsilon[:, None, None]) @ self.y.mT  # (p, n, m)
+
+    def solve(
+        self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
+        problems, n, m = self.scores.shape
+        both, found = g.new_empty(2, problems, n), g.new_empty(problems, m)
+        iterations = torch.empty(problems, dtype=torch.int64, device=g.device)
+        given = (log_a.contiguous(), log_b.contiguous(), g.contiguous(), both, found, iterations)
+        self._each(_solve, *given, n, m, problems, max_iterations, tolerance)
+        return torch.where((iterations % 2 == 1)[:, None], both[0], both[1]), found, iterations
+
+    def value(
+        self, f: Tensor, g: Tensor, log_a: Tensor, log_b: Tensor, alpha: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cost of the plan, the same with epsilon times sum pi log pi, and by how much marginals are off at most."""
+        given = [tensor.contiguous() for tensor in (f, g, log_a, log_b, alpha, beta)]
+        found = self.epsilon.new_empty(3, len(f)).unbind()
+        self._each(_value, *given, self.epsilon, *found, *self.scores.shape[1:])
+        return found[0], found[1], found[2]
+
+    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Sums of the plan's rows, and what they carry; the same of columns."""
+        found = []
+        columns = self.scores.shape[2]
+        f, g = f.contiguous(), g.contiguous()
+        for strides, own, other, x, y in (((columns, 1), f, g, self.x, self.y), ((1, columns), g, f, self.y, self.x)):
+            sums, carried = torch.empty_like(own), torch.empty_like(x)
+            n, m = x.shape[1], y.shape[1]
+            settings = {"ROWS": _tile(n), "COLUMNS": _tile(m), "WIDTH": width_of(x), "PRECISION": EXACT}
+            blocks = triton.cdiv(n, settings["ROWS"])
+            sizes = (n, m, x.shape[2], blocks)
+            launch(_carry, len(x) * blocks, self.scores, *strides, own, other, y, sums, carried, *sizes, **settings)
+            found.append((sums, carried))
+        return found[0], found[1]
+
+    def _each(self, kernel: object, *given: Tensor | float) -> None:
+        """A program a problem."""
+        problems, n, m = self.scores.shape
+        columns = max(16, triton.next_power_of_2(m))
+        rows = max(1, min(HELD // columns, triton.next_power_of_2(n)))
+        settings = {"ROWS": rows, "COLUMNS": columns, "num_warps": WARPS if rows * columns > HELD // 2 else WARPS // 2}
+        launch(kernel, problems, self.scores, *given, **settings)
+
+
+def _tile(count: int) -> int:
+    return int(min(TILE, max(16, triton.next_power_of_2(count))))

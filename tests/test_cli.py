@@ -68,7 +68,7 @@ def test_run_leaves_result_files_and_compare_reads_them(tmp_path, capsys):
     assert result.recipe["train"]["steps"] == 2 and result.recipe["model"]["width"] == 8
     assert result.command.startswith("alignattn run digits --seeds 1 --methods soft,mmd --set train.steps=2")
     assert str(tmp_path) not in files[0].read_text()
-    assert result.versions["torch"] == torch.__version__ and result.peak_memory["bytes"] > 1e7
+    assert torch.__version__.startswith(result.versions["torch"]) and result.peak_memory["bytes"] > 1e7
 
     assert cli.main(tiny(tmp_path)) == 0
     assert "0 runs finished, 2 were there already" in capsys.readouterr().out

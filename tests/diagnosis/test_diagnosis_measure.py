@@ -37,7 +37,8 @@ def test_mmd_is_that_of_discrepancy_head_by_head(bert, inputs):
     assert [(h.layer, h.head) for h in found.heads] == [(name, i) for name in expected for i in range(4)]
     assert [h.mmd for h in found.heads] == [v for values in expected.values() for v in values.tolist()]
     assert {h.samples for h in found.heads} == {3} and {h.tokens for h in found.heads} == {4 + 6 + 7}
-    assert found.name == "BertForSequenceClassification" and found.versions["torch"] == torch.__version__
+    assert found.name == "BertForSequenceClassification"
+    assert torch.__version__.startswith(found.versions["torch"])  # which may say more of what it was built for
 
 
 def test_errors_and_lengths_are_those_of_the_samples():

@@ -19,7 +19,7 @@ from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.tiles import TILE, launch, width_of
 
 HELD = 8192  # scores that a program has in registers, of one or more whole rows
-WARPS = 8
+WARPS = 4
 FEWEST = 64  # problems that keep a device busy, at one program each
 
 

@@ -95,8 +95,8 @@ def _are_stored(problems: Problems) -> bool:
         return False
     from alignattn.matching.kernels import stored_scores
 
-    (count, n, d), m = problems.x.shape, problems.y.shape[1]
-    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(count, m, problems.products)
+    (_, n, d), m = problems.x.shape, problems.y.shape[1]
+    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(m, problems.products)
 
 
 def _stored_scores(problems: Problems) -> "StoredScores":

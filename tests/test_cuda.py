@@ -8,6 +8,7 @@ import torch
 
 import alignattn
 from alignattn import stacks
+from alignattn.bench.memory import peak
 from alignattn.errors import NonFiniteError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -250,3 +251,23 @@ def test_compiled_training_is_training_by_records(bert, batch, method, precision
     assert found[True][0] == pytest.approx(found[False][0], rel=allowed)
     off = (found[True][1] - found[False][1]).norm() / found[False][1].norm()
     assert off < 10 * allowed
+
+
+def test_memory_that_a_record_works_in_is_counted():
+    """A graph that was made of the third call holds sixteen megabytes from then on, and no tensor is there."""
+    held = torch.zeros(2**18, device="cuda")
+    records = []
+
+    def call():
+        if len(records) == 2:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                (held.repeat(8) * 2).sum(0)  # two of eight megabytes
+            records.append(graph)
+        elif len(records) > 2:
+            records[2].replay()
+        else:
+            records.append(None)
+
+    assert 15e6 < peak(call, torch.device("cuda"), settling=3) < 60e6
+    assert peak(call, torch.device("cuda"), settling=3) < 1e6  # is there already

@@ -11,7 +11,8 @@ SCRIPT = Path(__file__).parent / "several_processes.py"
 
 
 def launch(*command, hosts, folder):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    processors = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}  # a machine may have one accelerator
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **processors}
     done = subprocess.run(
         [*command, str(SCRIPT), str(folder), *hosts],
         capture_output=True,

@@ -8,6 +8,9 @@ import torch
 
 from alignattn.bench.clock import Timing, side_by_side
 from alignattn.bench.memory import peak
+from alignattn.replay import BEFORE
+
+RECORDED = BEFORE + 1  # calls of a kind, of which there is one in so many as are timed at once
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def measured(
     for name, call in candidates.items():
         try:
             call()
-            memory[name] = peak(call, device)
+            memory[name] = peak(call, device, settling=RECORDED * calls)
             fit[name] = call
         except torch.OutOfMemoryError:
             lost[name] = "out of memory"

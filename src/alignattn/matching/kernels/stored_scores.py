@@ -1,5 +1,6 @@
 """Sinkhorn with scores in memory, a problem a program: products in single precision cost more than to read them.
 
+    score:  s_ij = x_i·y_j / epsilon
     solve:  f_i = log a_i - LSE_j(g_j + s_ij), and of the same scores, while they are at hand, g_j = log b_j -
             LSE_i(f_i + s_ij), until no marginal is off by more than the tolerance
     value:  of the plan pi_ij = exp(f_i + g_j + s_ij): its cost, its entropy, and by how much marginals are off
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.tiles import TILE, launch, width_of
+from alignattn.matching.kernels.tiles import TILE, launch, read, width_of
 
 # Scores that a program has in registers, of one or more whole rows. On an H200 the best for 128 tokens and, by two
 # hundredths, the second for 512.
@@ -29,6 +30,21 @@ def pay(keys: int, products: str) -> bool:
     Few problems leave a device idle, and still take it less time than Python takes for many launches.
     """
     return products == EXACT and keys <= HELD
+
+
+@triton.jit
+def _score(
+    x, y, inverse, scores, n, m, d, down, right,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    problem = (tl.program_id(0) // (down * right)).to(tl.int64)
+    i = tl.program_id(0) // right % down * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) % right * COLUMNS + tl.arange(0, COLUMNS)
+    own = read(x, problem, i, i < n, n, d, WIDTH)
+    other = read(y, problem, j, j < m, m, d, WIDTH)
+    score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * tl.load(inverse + problem)
+    at = (problem * n + i[:, None]) * m + j[None, :]
+    tl.store(scores + at, score, mask=(i[:, None] < n) & (j[None, :] < m))
 
 
 @triton.jit
@@ -163,7 +179,13 @@ class StoredScores:
 
     def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor) -> None:
         self.x, self.y, self.epsilon = x.contiguous(), y.contiguous(), epsilon.contiguous()
-        self.scores = (self.x / epsilon[:, None, None]) @ self.y.mT  # (p, n, m)
+        (problems, n, d), m = x.shape, y.shape[1]
+        self.scores = x.new_empty(problems, n, m)
+        # Not by torch, whose products of a problem depend on how many others there are.
+        settings = {"ROWS": _tile(n), "COLUMNS": _tile(m), "WIDTH": width_of(x), "PRECISION": EXACT}
+        down, right = triton.cdiv(n, settings["ROWS"]), triton.cdiv(m, settings["COLUMNS"])
+        given = (self.x, self.y, 1 / self.epsilon, self.scores, n, m, d, down, right)
+        launch(_score, problems * down * right, *given, **settings)
 
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int

@@ -126,6 +126,26 @@ def test_values_alone_are_as_precise(p, n, m, d, masked, monkeypatch):
 
 
 @inside
+@KINDS
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-10])
+def test_sharp_plans_are_as_precise(epsilon, kind, monkeypatch):
+    """Potentials of thousands cancel in the entropy, and where single precision knows them to hundreds they jump."""
+    from alignattn.matching import kernels, sinkhorn
+
+    x, y, alpha, beta, log_a, log_b, _ = problems(2, 24, 18, 8, masked=True)
+    given = (x, y, alpha, beta, log_a, log_b, torch.full((2,), epsilon, dtype=torch.float64))
+    single = [tensor.float().to(DEVICE) for tensor in given]
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: kind == "stored")
+    found = sinkhorn._plans(*single, 30, -1.0)
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    plain, truth = sinkhorn._plans(*single, 30, -1.0), sinkhorn._plans(*given, 30, -1.0)
+    for told, usual, right in zip(found, plain, truth, strict=True):
+        off, allowed = ((t.cpu().double() - right).square().mean().sqrt() for t in (told, usual))
+        assert off <= 2 * allowed + 1e-6 * right.double().abs().max().clamp_min(1.0)
+
+
+@inside
 def test_scores_are_held_where_they_are_few_and_precise():
     """At most four times as many numbers as queries and keys: memory is linear in their number."""
     from alignattn.matching import kernels

@@ -63,6 +63,12 @@ class Problems:
         return Problems(*(tensor.detach() for tensor in self.tensors()), products=self.products)
 
 
+# Sums of a plan's rows and what they carry; the same of columns; sum pi log pi.
+Carried = tuple[
+    tuple[Float[Tensor, "p n"], Float[Tensor, "p n d"]],
+    tuple[Float[Tensor, "p m"], Float[Tensor, "p m d"]],
+    Float[Tensor, " p"],
+]
 Solved = tuple[Float[Tensor, "p n"], Float[Tensor, "p m"], Int[Tensor, " p"]]
 
 
@@ -75,8 +81,8 @@ class Scores(Protocol):
     ) -> Solved:
         """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
 
-    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Sums of the plan's rows and what they carry; the same of columns."""
+    def carry(self, f: Tensor, g: Tensor) -> Carried:
+        """Of the plan exp(f_i + g_j + x_i·y_j/epsilon)."""
 
 
 def _scores(problems: Problems) -> Scores:
@@ -145,7 +151,7 @@ class _Scores(_Iterated):
 
     def __init__(self, problems: Problems) -> None:
         self.x, self.y = problems.x / problems.epsilon[:, None, None], problems.y
-        self.tokens = problems.x
+        self.tokens, self.epsilon = problems.x, problems.epsilon
         self.kept: dict[bool, Tensor] = {}
         if len(self.tiles()) == 1:
             scores = self.x @ self.y.mT  # (p, n, m)
@@ -167,10 +173,7 @@ class _Scores(_Iterated):
         parts = [torch.logsumexp(self.tile(t, transposed=transposed) + potential[:, None, :], -1) for t in tiles]
         return torch.cat(parts, 1)
 
-    def carry(
-        self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Of the plan exp(f_i + g_j + x_i·y_j/epsilon): sums of rows and what they carry; the same of columns."""
+    def carry(self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]) -> Carried:
         x, y = self.tokens, self.y
         rows, to_keys = torch.empty_like(f), torch.empty_like(x)
         columns, to_queries = torch.zeros_like(g), torch.zeros_like(y)
@@ -179,7 +182,8 @@ class _Scores(_Iterated):
             rows[:, tile], to_keys[:, tile] = plan.sum(-1), plan @ y
             columns += plan.sum(-2)
             to_queries += plan.mT @ x[:, tile]
-        return (rows, to_keys), (columns, to_queries)
+        entropy = _entropy(rows, columns, (x * to_keys).sum((1, 2)) / self.epsilon, f, g)
+        return (rows, to_keys), (columns, to_queries), entropy
 
 
 class _Exponentials(_Iterated):
@@ -211,18 +215,17 @@ class _Exponentials(_Iterated):
         assert self.exact is not None
         return self.exact.log_sum(potential, transposed=transposed)
 
-    def carry(
-        self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """As _Scores has it."""
+    def carry(self, f: Float[Tensor, "p n"], g: Float[Tensor, "p m"]) -> Carried:
         if self.exact is None:
             of_rows = f + self.largest
             apart = (of_rows.amax(-1, keepdim=True) - g.amax(-1, keepdim=True)) / 2  # both are of one size then
             u, v = (of_rows - apart).exp(), (g + apart).exp()
             if all(w.masked_fill(w == 0, 1.0).min() >= self.LEAST for w in (u, v)) and not self._lost(f, g, u, v):
                 plan = self.kernel.mul(u[..., None]).mul_(v[:, None, :])
-                x, y = self.problems.x, self.problems.y
-                return (plan.sum(-1), plan @ y), (plan.sum(-2), plan.mT @ x)
+                x, y, epsilon = self.problems.x, self.problems.y, self.problems.epsilon
+                rows, columns, to_keys = plan.sum(-1), plan.sum(-2), plan @ y
+                entropy = _entropy(rows, columns, (x * to_keys).sum((1, 2)) / epsilon, f, g)
+                return (rows, to_keys), (columns, plan.mT @ x), entropy
             self._give_up()
         assert self.exact is not None
         return self.exact.carry(f, g)
@@ -235,6 +238,15 @@ class _Exponentials(_Iterated):
     def _give_up(self) -> None:
         self.exact = _Scores(self.problems)
         del self.kernel
+
+
+def _entropy(rows: Tensor, columns: Tensor, product: Tensor, f: Tensor, g: Tensor) -> Float[Tensor, " p"]:
+    """Of a plan whose sums these are, sum pi log pi = sum pi (f + g + s): to the last bit the same plan, as with sharp
+    plans f, g and s are large and cancel.
+    """
+    by_rows = (rows * f.masked_fill(f.isinf(), 0.0)).sum(-1)
+    by_columns = (columns * g.masked_fill(g.isinf(), 0.0)).sum(-1)
+    return by_rows + by_columns + product
 
 
 def _sinkhorn(problems: Problems, scores: "Scores", max_iterations: int, tolerance: float) -> Solved:
@@ -314,12 +326,7 @@ def _plans(
 def _plan_statistics(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Statistics:
     """Row and column sums of the plan, what it carries to either side, sum pi log pi, and how it was reached."""
     f, g, iterations = _sinkhorn(problems, scores, max_iterations, tolerance)
-    (rows, to_keys), (columns, to_queries) = scores.carry(f, g)
-    entropy = (
-        (rows * f.masked_fill(f.isinf(), 0.0)).sum(-1)
-        + (columns * g.masked_fill(g.isinf(), 0.0)).sum(-1)
-        + (problems.x * to_keys).sum((1, 2)) / problems.epsilon
-    )
+    (rows, to_keys), (columns, to_queries), entropy = scores.carry(f, g)
     error = _marginal_error(rows, columns, problems)
     return rows, columns, to_keys, to_queries, entropy, error, iterations
 

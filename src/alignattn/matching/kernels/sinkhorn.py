@@ -2,7 +2,7 @@
 
     half-step:  f_i = log a_i - LSE_j(g_j + x_i·y_j / epsilon)
     settle:     whether the step before was within the tolerance; if not, the new f is the one
-    carry:      sum_j pi_ij  and  sum_j pi_ij y_j,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
+    carry:      sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
 
 Half-steps and what is carried are of rows; columns are the same with x and y exchanged. A program serves some rows of
 one problem, or settles one. A problem that is done is left alone: its programs end as they begin. Sums are in single
@@ -78,7 +78,7 @@ def _settle(f, new, log_marginal, done, iterations, n, tolerance, FIRST: tl.cons
 
 @triton.jit
 def _carry(
-    x, y, f, g, inverse, sums, carried, n, m, d, blocks,
+    x, y, f, g, inverse, sums, carried, entropy, n, m, d, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = (tl.program_id(0) // blocks).to(tl.int64)
@@ -91,6 +91,7 @@ def _carry(
     own = as_products_see(tl.load(x + at, mask=inside, other=0.0), PRECISION)
     potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
     total = tl.zeros([ROWS], tl.float32)
+    disorder = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
@@ -98,10 +99,13 @@ def _carry(
         other = as_products_see(tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0), PRECISION)
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * scale
-        plan = tl.exp(score + potential[:, None] + across[None, :])
+        logarithm = score + potential[:, None] + across[None, :]
+        plan = tl.exp(logarithm)
+        disorder += tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
         total += tl.sum(plan, 1)
         mean += tl.dot(as_products_see(plan, PRECISION), other, input_precision=PRECISION)
     tl.store(sums + problem * n + i, total, mask=i < n)
+    tl.store(entropy + problem * n + i, disorder, mask=i < n)
     tl.store(carried + at, mean, mask=inside)
 
 
@@ -134,14 +138,15 @@ class StreamedScores:
             self._launch(_half_step, self.y, self.x, f, self.inverse, log_b, done, g)
         return f, g, iterations
 
-    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Sums of the plan's rows, and what they carry; the same of columns."""
-        found = []
+    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
+        found, entropies = [], []
         for x, y, own, other in ((self.x, self.y, f, g), (self.y, self.x, g, f)):
-            sums, carried = x.new_empty(x.shape[:2]), torch.empty_like(x)
-            self._launch(_carry, x, y, own.contiguous(), other.contiguous(), self.inverse, sums, carried)
+            sums, carried, entropy = x.new_empty(x.shape[:2]), torch.empty_like(x), x.new_empty(x.shape[:2])
+            self._launch(_carry, x, y, own.contiguous(), other.contiguous(), self.inverse, sums, carried, entropy)
             found.append((sums, carried))
-        return found[0], found[1]
+            entropies.append(entropy)
+        return found[0], found[1], entropies[0].sum(-1)
 
     def _launch(self, kernel: Any, x: Tensor, y: Tensor, *tensors: Tensor) -> None:
         width = max(16, triton.next_power_of_2(x.shape[2]))

@@ -4,7 +4,7 @@
     solve:  f_i = log a_i - LSE_j(g_j + s_ij), and of the same scores, while they are at hand, g_j = log b_j -
             LSE_i(f_i + s_ij), until no marginal is off by more than the tolerance
     value:  of the plan pi_ij = exp(f_i + g_j + s_ij): its cost, its entropy, and by how much marginals are off
-    carry:  sum_j pi_ij  and  sum_j pi_ij y_j
+    carry:  sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij
 
 An iteration reads the scores once, and a whole solution is one launch, which Python makes in microseconds: made of
 launches, these took Python longer than the device. Sums are in single precision. Nothing is added atomically: results
@@ -22,6 +22,7 @@ from alignattn.matching.kernels.tiles import TILE, launch, read, width_of
 # Scores that a program has in registers, of one or more whole rows. On an H200 the best for 128 tokens and, by two
 # hundredths, the second for 512.
 HELD = 4096
+LEAST = 1e-20
 
 
 def pay(keys: int, products: str) -> bool:
@@ -54,51 +55,106 @@ def _read(scores, problem, i, j, n, m):
 
 
 @triton.jit
+def _stable(
+    scores, log_a, before, f, across, marginal, problem, iteration, n, m, tolerance,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """An iteration about the largest of each row and column: new g, and how many rows were off."""
+    j = tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    largest = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
+    for first in range(0, n, ROWS):
+        i = first + row
+        score = _read(scores, problem, i, j, n, m)
+        along = score + across[None, :]
+        in_row = tl.max(along, 1)
+        in_row = tl.where(in_row == float("-inf"), 0.0, in_row)
+        log_sum = in_row + tl.log(tl.sum(tl.exp(along - in_row[:, None]), 1))
+        own_marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
+        valid = own_marginal > float("-inf")
+        own = tl.where(valid, own_marginal - log_sum, float("-inf"))
+        if iteration > 0:
+            old = tl.load(before + i, mask=valid, other=0.0)
+            close = tl.abs(tl.exp(old - own) - 1.0) <= tolerance
+            off += (valid & ~close).to(tl.int32)
+        tl.store(f + i, own, mask=i < n)
+        down = score + own[:, None]
+        now = tl.maximum(largest, tl.max(down, 0))
+        finite = tl.where(now == float("-inf"), 0.0, now)
+        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(down - finite[None, :]), 0)
+        largest = now
+    return tl.where(j < m, marginal - (largest + tl.log(total)), float("-inf")), tl.sum(off, 0)
+
+
+@triton.jit
+def _quick(
+    scores, log_a, before, f, across, marginal, problem, n, m, tolerance, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same about the plan of the step before: one exponential of each score, and one sum across threads a tile.
+
+    Its columns are right, so that no row has more than all, and none less than a share of 1/m of what it should: an
+    iteration moves potentials by log n or log m at most. Sums beyond LEAST are told last: scores are so large then that
+    their rounding moves potentials more.
+    """
+    j = tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    plan = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows of all tiles, added up
+    off = tl.zeros([ROWS], tl.int32)
+    lost = tl.zeros([ROWS], tl.int32)
+    upcoming = _read(scores, problem, row, j, n, m)
+    for first in range(0, n, ROWS):
+        i = first + row
+        score = upcoming
+        upcoming = _read(scores, problem, i + ROWS, j, n, m)  # while these are worked on
+        own_marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
+        valid = own_marginal > float("-inf")
+        old = tl.load(before + i, mask=valid, other=0.0)
+        shift = tl.where(valid, old - own_marginal, float("-inf"))
+        share = tl.exp(score + across[None, :] + shift[:, None])
+        total = tl.sum(share, 1)  # one, where the row was right
+        known = (total > LEAST) & (total < 1 / LEAST)
+        lost += (valid & ~known).to(tl.int32)
+        off += (valid & ~(tl.abs(total - 1.0) <= tolerance)).to(tl.int32)
+        tl.store(f + i, tl.where(valid, old - tl.log(total), float("-inf")), mask=i < n)
+        plan += share * tl.where(valid & known, tl.exp(own_marginal) / total, 0.0)[:, None]
+    columns = tl.sum(plan, 0)
+    present = marginal > float("-inf")
+    known = (columns > LEAST) & (columns < 1 / LEAST)
+    unknown = tl.sum(lost, 0) + tl.sum((present & ~known).to(tl.int32), 0)
+    return tl.where(present, across + marginal - tl.log(columns), float("-inf")), tl.sum(off, 0), unknown
+
+
+@triton.jit
 def _solve(
-    scores, log_a, log_b, start, f, g, iterations, n, m, problems, most_iterations, tolerance,
+    scores, log_a, log_b, start, f, g, iterations, n, m, problems, most_iterations, tolerance, LEAST: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
     across = tl.load(start + problem * m + j, mask=j < m, other=float("-inf"))
     marginal = tl.load(log_b + problem * m + j, mask=j < m, other=float("-inf"))
     iteration = 0
-    within = 0
-    while (iteration < most_iterations) & (within == 0):
-        # This f and the one before lie in two buffers, in turns: the last but one is the one where this is no step.
+    off = 1
+    while (iteration < most_iterations) & (off > 0):
+        # This f and the one before lie in two buffers, in turns: where this is no step, the one before is the one.
         new = f + (problem + (iteration % 2) * problems) * n
         before = f + (problem + ((iteration + 1) % 2) * problems) * n
-        largest = tl.full([COLUMNS], float("-inf"), tl.float32)
-        total = tl.zeros([COLUMNS], tl.float32)
-        off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
-        upcoming = _read(scores, problem, row, j, n, m)
-        for first in range(0, n, ROWS):
-            i = first + row
-            score = upcoming
-            upcoming = _read(scores, problem, i + ROWS, j, n, m)  # while these are worked on
-            along = score + across[None, :]
-            in_row = tl.max(along, 1)
-            in_row = tl.where(in_row == float("-inf"), 0.0, in_row)
-            log_sum = in_row + tl.log(tl.sum(tl.exp(along - in_row[:, None]), 1))
-            own_marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
-            valid = own_marginal > float("-inf")
-            own = tl.where(valid, own_marginal - log_sum, float("-inf"))
-            if iteration > 0:
-                old = tl.load(before + i, mask=valid, other=0.0)
-                close = tl.abs(tl.exp(old - own) - 1.0) <= tolerance
-                off += (valid & ~close).to(tl.int32)
-            tl.store(new + i, own, mask=i < n)
-            down = score + own[:, None]
-            now = tl.maximum(largest, tl.max(down, 0))
-            finite = tl.where(now == float("-inf"), 0.0, now)
-            total = total * tl.exp(largest - finite) + tl.sum(tl.exp(down - finite[None, :]), 0)
-            largest = now
+        step = across
+        unknown = 1
         if iteration > 0:
-            within = (tl.sum(off, 0) == 0).to(tl.int32)
-        step = tl.where(j < m, marginal - (largest + tl.log(total)), float("-inf"))
-        across = tl.where(within != 0, across, step)
-        iteration += 1 - within
+            step, off, unknown = _quick(
+                scores, log_a, before, new, across, marginal, problem, n, m, tolerance, LEAST, ROWS, COLUMNS
+            )
+        if unknown > 0:
+            step, off = _stable(
+                scores, log_a, before, new, across, marginal, problem, iteration, n, m, tolerance, ROWS, COLUMNS
+            )
+        off = tl.where(iteration == 0, 1, off)
+        across = tl.where(off > 0, step, across)
+        iteration += (off > 0).to(tl.int32)
         tl.debug_barrier()  # what is stored is read in the next but by other threads
     tl.store(g + problem * m + j, across, mask=j < m)
     tl.store(iterations + problem, iteration)
@@ -149,7 +205,7 @@ def _off(sums, log_marginal):
 
 @triton.jit
 def _carry(
-    scores, down, right, f, g, y, sums, carried, n, m, d, blocks,
+    scores, down, right, f, g, y, sums, carried, entropy, n, m, d, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = (tl.program_id(0) // blocks).to(tl.int64)
@@ -158,18 +214,22 @@ def _carry(
     e = tl.arange(0, WIDTH)
     potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
     total = tl.zeros([ROWS], tl.float32)
+    disorder = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
         at = problem * n * m + i[:, None] * down + j[None, :] * right
         score = tl.load(scores + at, mask=(i[:, None] < n) & (j[None, :] < m), other=0.0)
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
-        plan = tl.exp(score + potential[:, None] + across[None, :])
+        logarithm = score + potential[:, None] + across[None, :]
+        plan = tl.exp(logarithm)
+        disorder += tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
         to = y + problem * m * d + j[:, None] * d + e[None, :]
         other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
         total += tl.sum(plan, 1)
         mean += tl.dot(plan, other, input_precision=PRECISION)
     tl.store(sums + problem * n + i, total, mask=i < n)
+    tl.store(entropy + problem * n + i, disorder, mask=i < n)
     at = problem * n * d + i[:, None] * d + e[None, :]
     tl.store(carried + at, mean, mask=(i[:, None] < n) & (e[None, :] < d))
 
@@ -195,7 +255,7 @@ class StoredScores:
         both, found = g.new_empty(2, problems, n), g.new_empty(problems, m)
         iterations = torch.empty(problems, dtype=torch.int64, device=g.device)
         given = (log_a.contiguous(), log_b.contiguous(), g.contiguous(), both, found, iterations)
-        self._each(_solve, *given, n, m, problems, max_iterations, tolerance)
+        self._each(_solve, *given, n, m, problems, max_iterations, tolerance, LEAST)
         return torch.where((iterations % 2 == 1)[:, None], both[0], both[1]), found, iterations
 
     def value(
@@ -207,20 +267,21 @@ class StoredScores:
         self._each(_value, *given, self.epsilon, *found, *self.scores.shape[1:])
         return found[0], found[1], found[2]
 
-    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Sums of the plan's rows, and what they carry; the same of columns."""
-        found = []
+    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
+        """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
+        found, entropies = [], []
         columns = self.scores.shape[2]
         f, g = f.contiguous(), g.contiguous()
         for strides, own, other, x, y in (((columns, 1), f, g, self.x, self.y), ((1, columns), g, f, self.y, self.x)):
-            sums, carried = torch.empty_like(own), torch.empty_like(x)
+            sums, carried, entropy = torch.empty_like(own), torch.empty_like(x), torch.empty_like(own)
             n, m = x.shape[1], y.shape[1]
             settings = {"ROWS": _tile(n), "COLUMNS": _tile(m), "WIDTH": width_of(x), "PRECISION": EXACT}
             blocks = triton.cdiv(n, settings["ROWS"])
-            sizes = (n, m, x.shape[2], blocks)
-            launch(_carry, len(x) * blocks, self.scores, *strides, own, other, y, sums, carried, *sizes, **settings)
+            given = (*strides, own, other, y, sums, carried, entropy, n, m, x.shape[2], blocks)
+            launch(_carry, len(x) * blocks, self.scores, *given, **settings)
             found.append((sums, carried))
-        return found[0], found[1]
+            entropies.append(entropy)
+        return found[0], found[1], entropies[0].sum(-1)
 
     def _each(self, kernel: object, *given: Tensor | float) -> None:
         """A program a problem."""

@@ -177,13 +177,15 @@ class Alignment:
         key_mask: Tensor | None = None,
         *,
         name: str | None = None,
+        edges: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """In an attention of one's own: these are the queries [b, h, n, d] and keys [b, h, m, d] of one call.
 
         Masks are boolean [b, n] and [b, m], True = valid. Without gradients, and when a checkpointed layer is
         computed once more in the backward pass, nothing is recorded. `name` tells layers apart; by default it is
         their order since the last loss. A name that comes again begins another pass, over which loss() averages,
-        unless it came last: then its layer was called once more.
+        unless it came last: then its layer was called once more. `edges` are for matched_over="neighbourhoods": of
+        each the place of its query and that of its key, counted through all samples.
         """
         if self._tap is not None:
             raise AlignmentError(
@@ -200,7 +202,7 @@ class Alignment:
             if self._stream is not None and self._stream.awaits(name):
                 self._stream.again(QueryKey(query, key, query_mask, key_mask))
             return
-        record = self._passes.numbered(query, key, (query_mask, key_mask), name)
+        record = self._passes.numbered(query, key, (query_mask, key_mask), name, edges)
         begins = self._passes.begins(record)
         if begins:
             self._begin()

@@ -151,13 +151,18 @@ class Passes:
     # An attention of one's own tells of its calls, and not where passes begin and end.
 
     def numbered(
-        self, query: Tensor, key: Tensor, masks: tuple[Tensor | None, Tensor | None], name: str | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        name: str | None,
+        edges: tuple[Tensor, Tensor] | None = None,
     ) -> QueryKey:
         """The record of such a call: how often its layer was called before, in the pass that is being recorded."""
         records = [] if self.recording is None else self.recording.records
         name = f"record.{len(records)}" if name is None else name
         call = sum(record.name == name for record in records)
-        return QueryKey(query, key, *masks, name=name, call=call, kept=is_kept_for_backward())
+        return QueryKey(query, key, *masks, name=name, call=call, kept=is_kept_for_backward(), edges=edges)
 
     def begins(self, record: Record) -> bool:
         """Whether the call must be of another pass: its layer was called before, and others since."""

@@ -454,7 +454,7 @@ def test_relations_between_kinds_of_nodes():
     assert [r.key.shape[2] for r in records(model, x, edges, cross=False)] == [NODES]
 
 
-def test_batches_of_graphs_with_several_kinds_of_nodes_are_refused():
+def test_batches_of_graphs_with_several_kinds_of_nodes_are_told_apart_by_kind_and_refused_between_two():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -466,10 +466,45 @@ def test_batches_of_graphs_with_several_kinds_of_nodes_are_refused():
     graph = HeteroData()
     graph["paper"].x = random(NODES, WIDTH)
     graph["paper", "cites", "paper"].edge_index = some_edges()
-    with pytest.raises(UnsupportedModelError, match="several kinds of nodes"):
-        records(Model(), Batch.from_data_list([graph, graph]))
+    graph["author"].x = random(3, WIDTH)
+    (record,) = records(Model(), Batch.from_data_list([graph, graph]))
+    assert record.segments.tolist() == [[0] * NODES + [1] * NODES]
     (record,) = records(Model(), Batch.from_data_list([graph]))
-    assert record.key.shape[2] == NODES
+    assert record.key.shape[2] == NODES and record.segments is None
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GATConv((WIDTH, WIDTH), D, add_self_loops=False)
+
+        def forward(self, data: Any) -> Tensor:
+            return self.conv((data["author"].x, data["paper"].x), data["author", "writes", "paper"].edge_index)
+
+    graph["author", "writes", "paper"].edge_index = some_edges(3, NODES)
+    with pytest.raises(UnsupportedModelError, match="several kinds of nodes"):
+        records(Between(), Batch.from_data_list([graph, graph]))
+    (record,) = records(Between(), Batch.from_data_list([graph]))
+    assert record.key.shape[2] == 3
+
+
+@pytest.mark.parametrize("how", ["made anew", "one for both"])
+def test_vectors_of_gatconv_that_are_made_anew_or_tied(how):
+    """Queries and keys are those of the same vectors as plain parameters."""
+
+    def made(changed: bool) -> nn.Module:
+        conv = seeded(lambda: GATConv(WIDTH, D, heads=2))
+        with torch.no_grad():
+            conv.att_dst.copy_(conv.att_src if how == "one for both" else conv.att_dst)
+        if changed and how == "one for both":
+            conv.att_dst = conv.att_src
+        elif changed:
+            nn.utils.parametrizations.weight_norm(conv, "att_src")
+            nn.utils.parametrizations.weight_norm(conv, "att_dst")
+        return conv
+
+    (expected,), (found,) = (records(made(changed), random(NODES, WIDTH), some_edges()) for changed in (False, True))
+    torch.testing.assert_close(found.query, expected.query)
+    torch.testing.assert_close(found.key, expected.key)
 
 
 def test_nodes_whose_graph_is_not_known_are_refused_and_leaving_them_out_helps():

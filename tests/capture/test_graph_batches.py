@@ -10,6 +10,7 @@ from tiny import seeded
 from torch import Tensor, nn
 
 import alignattn
+from alignattn.capture.tap import Tap
 from alignattn.errors import AlignmentError, CaptureError, ShapeError, UnsupportedModelError
 
 pytest.importorskip("torch_geometric", reason="needs torch-geometric: pip install 'alignattn[graph]'")
@@ -263,6 +264,68 @@ def test_behind_a_pooling_layer_a_vector_of_any_name_is_an_error():
     aligned(model)
     with pytest.raises(CaptureError, match=r"second ran on 4 nodes .* the model's batch is of 11"):
         model(*whole(), INDEX)
+
+
+def test_two_batches_in_one_pass_have_each_its_own_vector():
+    """As PyG's PairData has them, of other sizes or of the same; one graph behind two, too."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = GATConv(WIDTH, 4, heads=2)
+
+        def forward(self, *of_pairs: Tensor) -> None:
+            for x, edge_index, _ in zip(*[iter(of_pairs)] * 3, strict=True):
+                self.conv(x, edge_index)
+
+    def of(*sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+        batch = Batch.from_data_list([a_graph(nodes) for nodes in sizes])
+        return batch.x, batch.edge_index, batch.batch
+
+    for first, second in (((5, 7), (7, 5)), ((5, 7), (8, 9)), ((6, 6), (12,))):
+        model = seeded(Pair)
+        alignment = aligned(model)
+        alone = []
+        for nodes in (*first, *second):
+            model(*of(nodes))
+            alone.append(alignment.loss().item())
+        model(*of(*first), *of(*second))
+        sides = [sum(alone[:2]) / 2, sum(alone[2:]) / len(second)]
+        assert alignment.loss().item() == pytest.approx(sum(sides) / 2, rel=1e-4)
+
+
+def test_a_vector_that_edges_cross_is_no_batch_of_that_convolution():
+    class ByRelation(Net):
+        def forward(self, x: Tensor, within: Tensor, across: Tensor, node_type: Tensor) -> Tensor:
+            return self.second(self.first(x, within).relu(), across)
+
+    kinds = torch.tensor([0, 0, 0, 1, 1, 1])
+    within, across = torch.tensor([[0, 1, 3, 4], [1, 2, 4, 5]]), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    model = seeded(ByRelation)
+    seen = []
+    Tap(model, watch=lambda record: seen.append(record.segments), always=True)
+    model(random(6, WIDTH), within, across, kinds)
+    assert seen[0].tolist() == [kinds.tolist()] and seen[1] is None
+
+
+@pytest.mark.parametrize("given", ["permutation", "mask", "features"])
+def test_what_is_called_batch_and_is_none_does_not_cut_a_graph(given):
+    class Misnamed(Net):
+        def forward(self, batch: Tensor, edge_index: Tensor, x: Tensor | None = None) -> Tensor:
+            return self.run(batch if x is None else x, edge_index)
+
+    x, edges = random(NODES, WIDTH), a_graph(NODES).edge_index
+    other = {
+        "permutation": torch.randperm(NODES, generator=torch.Generator().manual_seed(0)),
+        "mask": torch.arange(NODES) > 4,
+    }
+    terms = []
+    for inputs in ((x, edges), (other[given], edges, x) if given in other else (x.clone(), edges)):
+        model = seeded(Misnamed)
+        alignment = aligned(model)
+        model(*inputs)
+        terms.append(alignment.loss().item())
+    assert terms[0] == terms[1] != 0
 
 
 def test_two_kinds_of_nodes_with_vectors_of_any_name_are_refused():

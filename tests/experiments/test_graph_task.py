@@ -153,7 +153,9 @@ def test_every_seed_draws_its_own_nodes_the_same_of_queries_and_keys(monkeypatch
         alignment, seen = Alignment("mmd", 0.5, "paper"), {}
         aligned = SeededAlignment(alignment, seeds, torch.device("cpu"), 10)
         monkeypatch.setattr(
-            alignment, "record", lambda query, key, name: seen.setdefault(name, []).append((query[0, 0], key[0, 0]))
+            alignment,
+            "record",
+            lambda query, key, name, edges: seen.setdefault(name, []).append((query[0, 0], key[0, 0])),
         )
         number = torch.arange(40.0).view(1, 1, 40, 1).expand(len(seeds), 2, 40, 3)
         for _ in range(epochs):
@@ -236,6 +238,23 @@ def test_a_recipe_from_start_to_end(tmp_path):
         assert result.metrics["mmd"] == pytest.approx(sum(map(sum, result.details["mmd"].values())), abs=1e-4)
         assert result.details["curve"] and result.details["stopping"]["kept"] >= 1
     assert carry_out(plan, quiet=True).before == 10
+
+
+def test_neighbourhoods_are_followed_in_recipes_from_all_nodes():
+    """A recipe's number of nodes is for the other form; seeds come together to what they come to alone."""
+    for name in ("cora", "blocks"):
+        align = recipes.load(name, [{"align": {"ct": {"matched_over": "neighbourhoods"}}}]).align
+        assert "max_tokens" not in align.options_for("ct") and align.config("ct", 0.3).matcher.matched_over != "all"
+    task = small_task(steps=4)
+
+    def fitted(seeds, **options):
+        return fit(task, seeds, Alignment("ct", 0.3, "paper", **options), training.nobody)
+
+    together, alone = (fitted(seeds, matched_over="neighbourhoods") for seeds in ((3, 1, 4), (1,)))
+    terms = [term for _, _, term in together.courses[1].curve]
+    assert terms == pytest.approx([term for _, _, term in alone.courses[0].curve], rel=1e-3)
+    assert terms != pytest.approx([term for _, _, term in fitted((1,)).courses[0].curve], rel=1e-2)
+    assert len(task.edges[0]) == task.graph.edges.shape[1] + 60  # each node attends to itself as well
 
 
 def test_runs_that_are_executed_together_leave_each_its_result(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -88,6 +89,45 @@ def test_files_that_don_t_fit_together_are_refused(folder):
     (folder / "ind.cora.test.index").write_text("1\n2\n")
     (folder / "ind.cora.ally").write_bytes((folder / "ind.cora.y").read_bytes())
     with pytest.raises(DataError, match=r"ind\.cora\.\* in .* don't fit together"):
+        load_graph("cora", folder)
+
+
+def cut(folder):
+    file = folder / "ind.cora.test.index"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
+def named_twice(folder):
+    (folder / "ind.cora.test.index").write_text("523\n520\n522\n522\n")
+
+
+def empty(folder):
+    (folder / "ind.cora.test.index").write_text("")
+
+
+def of_another(folder):
+    rows = pickle.loads((folder / "ind.cora.tx").read_bytes())
+    (folder / "ind.cora.x").write_bytes(pickle.dumps(rows[[0, 1, 2, 3, 0, 1]]))
+
+
+def known(folder):
+    (folder / "ind.cora.test.index").write_text("523\n520\n522\n5\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut, "test.index has 3 rows and ind.cora.ty 4"),
+        (named_twice, "test.index names a node twice"),
+        (empty, "test.index"),
+        (of_another, "ind.cora.x is not how ind.cora.allx begins"),
+        (known, "names nodes that are in ind.cora.allx"),
+    ],
+)
+def test_files_that_would_put_nodes_in_the_place_of_others_are_refused(folder, spoil, said):
+    load_graph("cora", folder)
+    spoil(folder)
+    with pytest.raises(DataError, match=re.escape(said)):
         load_graph("cora", folder)
 
 

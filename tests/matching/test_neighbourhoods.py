@@ -167,6 +167,18 @@ def test_attention_without_edges_is_told_so():
         alignment.loss()
 
 
+def test_edges_are_recorded_with_an_attention_of_one_s_own():
+    """Of whole numbers of any kind."""
+    query, key = torch.randn(1, 2, 5, 4, requires_grad=True), torch.randn(1, 2, 5, 4)
+    edges = torch.tensor([0, 1, 2, 2, 4], dtype=torch.int32), torch.tensor([1, 1, 0, 3, 4], dtype=torch.int32)
+    options = {"matched_over": "neighbourhoods", "until_met": False, "standardise": False}
+    alignment = alignattn.Alignment("ct", 1.0, **options)
+    alignment.record(query, key, name="mine", edges=edges)
+    alignment.loss().backward()
+    attending = query.grad.abs().sum((0, 1, 3)) > 0
+    assert attending.tolist() == [True, True, True, False, True]  # the fourth attends to nobody
+
+
 def test_result_files_that_are_older_are_still_found():
     assert "matched_over" not in alignattn.Alignment("ct").config.acting()["matcher"]
     along = alignattn.Alignment("ct", matched_over="neighbourhoods").config.acting()["matcher"]

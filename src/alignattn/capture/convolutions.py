@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from alignattn.errors import UnsupportedModelError
@@ -81,10 +82,23 @@ class Products(Call, TorchFunctionMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         if len(args) == 2 and getattr(func, "__name__", "") in ("mul", "__mul__"):
-            for side, vector in (("key", self.module.att_src), ("query", self.module.att_dst)):
-                if args[1] is vector:
-                    return self.take(found, side)
+            side = self._side(*args)
+            if side is not None:
+                return self.take(found, side)
         return found
+
+    def _side(self, nodes: Any, vector: Any) -> str | None:
+        """What such a product makes."""
+        module = self.module
+        if not (is_parametrized(module, "att_src") or is_parametrized(module, "att_dst")):
+            of_keys, of_queries = module.att_src, module.att_dst
+            if of_keys is not of_queries:
+                return "key" if vector is of_keys else "query" if vector is of_queries else None
+        # A vector that is made anew each time, or one for both, is known by its shape: that of keys comes first.
+        heads = (module.heads, module.out_channels)
+        if not (isinstance(vector, Tensor) and vector.shape == (1, *heads) and nodes.shape[1:] == heads):
+            return None
+        return next((side for side in ("key", "query") if side not in self.taken), None)
 
 
 def convolution(module: nn.Module) -> str | None:

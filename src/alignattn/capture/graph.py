@@ -138,13 +138,15 @@ class GraphSocket(CallSocket[Call]):
 
     def _segments(self, module: nn.Module, edges: tuple[Tensor, Tensor], queries: int, keys: int) -> Tensor | None:
         """Which graph each node is in, [1, nodes]; None: all are in one."""
-        if self.told.graphs is None and self.cross[module]:
-            if self.told.tells_two_kinds_apart(*edges, queries, keys):
+        told = self.told
+        if not self.cross[module]:  # those that attend are all nodes, or the first of them
+            graphs = told.of(*edges, keys)
+        elif told.kinds or not (told.graphs is not None or told.named):
+            if told.graphs is None and told.tells_two_kinds_apart(*edges, queries, keys):
                 raise UnsupportedModelError(SEVERAL_KINDS)
             return None
-        if self.told.graphs is None:  # those that attend are all nodes, or the first of them
-            self.told.graphs = self.told.found(*edges, keys)  # for the convolutions that follow, too
-        graphs = self.told.graphs
+        else:
+            graphs = told.graphs if told.graphs is not None else next(iter(told.named.values()))
         if graphs is None:
             return None
         if self.cross[module] or not queries == keys == len(graphs):
@@ -153,7 +155,8 @@ class GraphSocket(CallSocket[Call]):
             raise CaptureError(
                 f"{self.sites[module].name} ran on {keys} nodes and {queries} that attend to them, and the model's "
                 f"batch is of {len(graphs)}: it cannot be told which graph each is in, and nodes of different "
-                "graphs are never matched. Leave this convolution out with layers=."
+                "graphs are never matched. Leave this convolution out with layers=, or say which graphs there are: "
+                "alignment.graphs(vector), or alignment.graphs(None) where all nodes are in one."
             )
         return graphs[None]
 

@@ -163,6 +163,7 @@ def _read(name: str, place: Path) -> Any:
     except ImportError as error:
         raise AlignmentError(f"{PLANETOID[name]} needs torch-geometric: pip install 'alignattn[graph]'") from error
     try:
+        _check_parts(name, {part: read_file(str(place), name, part) for part in PARTS if part != "graph"})
         data = read_planetoid_data(str(place), name)
         size = len(data.y)
         if len(data.x) != size or int(data.edge_index.max()) >= size or int(data.edge_index.min()) < 0:
@@ -178,3 +179,22 @@ def _read(name: str, place: Path) -> Any:
                     f"{file} is truncated or corrupt: {type(reason).__name__}: {reason}. Download it again."
                 ) from reason
         raise DataError(f"The files ind.{name}.* in {place} don't fit together: {error}.") from error
+
+
+def _check_parts(name: str, parts: Mapping[str, Tensor]) -> None:
+    """Raise unless they are of one graph: PyG's reader would put some nodes in the place of others."""
+    test = parts["test.index"]
+    counts = {part: len(tensor) for part, tensor in parts.items()}
+    for one, other in (("test.index", "ty"), ("tx", "ty"), ("x", "y"), ("allx", "ally")):
+        if counts[one] != counts[other]:
+            raise DataError(f"ind.{name}.{one} has {counts[one]} rows and ind.{name}.{other} {counts[other]}")
+    if counts["ty"] == 0 or counts["y"] == 0:
+        raise DataError(f"ind.{name}.{'ty' if counts['ty'] == 0 else 'y'} has no rows")
+    if len(test.unique()) != len(test):
+        raise DataError(f"ind.{name}.test.index names a node twice")
+    if int(test.min()) < counts["allx"]:
+        raise DataError(f"ind.{name}.test.index names nodes that are in ind.{name}.allx")
+    for few, many in (("x", "allx"), ("y", "ally")):  # the labelled nodes come first
+        first = parts[many][: counts[few]]
+        if parts[few].shape != first.shape or not torch.equal(parts[few], first):
+            raise DataError(f"ind.{name}.{few} is not how ind.{name}.{many} begins")

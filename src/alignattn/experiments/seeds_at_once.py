@@ -40,8 +40,16 @@ class SeededAlignment:
     `most`: so many nodes are matched, drawn anew in each epoch, the same for queries and keys, each seed's by itself.
     """
 
-    def __init__(self, alignment: Alignment, seeds: Sequence[int], device: torch.device, most: int | None) -> None:
+    def __init__(
+        self,
+        alignment: Alignment,
+        seeds: Sequence[int],
+        device: torch.device,
+        most: int | None,
+        edges: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         self.alignment, self.seeds, self.most = alignment, tuple(seeds), most
+        self.edges = edges if most is None else None  # they are of all nodes
         self.chances = [torch.Generator(device).manual_seed(zlib.crc32(f"nodes of {seed}".encode())) for seed in seeds]
 
     def watch(self, layer: str, query: Tensor, key: Tensor) -> None:
@@ -53,10 +61,10 @@ class SeededAlignment:
             index = chances.topk(self.most, dim=1).indices.sort(1).values[:, None, :, None]
             query, key = query.take_along_dim(index, 2), key.take_along_dim(index, 2)
         if len(self.seeds) == 1:  # not a view of them: "auto" looks at the task's gradient of what is recorded
-            self.alignment.record(query, key, name=_name(layer, self.seeds[0]))
+            self.alignment.record(query, key, name=_name(layer, self.seeds[0]), edges=self.edges)
             return
         for seed, own_query, own_key in zip(self.seeds, query.unbind(), key.unbind(), strict=True):
-            self.alignment.record(own_query[None], own_key[None], name=_name(layer, seed))
+            self.alignment.record(own_query[None], own_key[None], name=_name(layer, seed), edges=self.edges)
 
     def loss(self) -> Tensor:
         """The sum of all seeds' terms."""
@@ -86,7 +94,7 @@ class Running:
     def __init__(self, task: SeedsAtOnce, seeds: Sequence[int], alignment: Alignment | None, most: int | None) -> None:
         self.task, self.places = task, list(range(len(seeds)))
         self.models = task.make_models(seeds).train()
-        self.aligned = None if alignment is None else SeededAlignment(alignment, seeds, task.device, most)
+        self.aligned = None if alignment is None else SeededAlignment(alignment, seeds, task.device, most, task.edges)
         # Adam's weight decay is the gradient of an L2 penalty, as GAT has it; AdamW's is not.
         self.optimizer = torch.optim.Adam(
             self.models.parameters(), lr=task.train.rate, weight_decay=task.train.l2, fused=task.device.type == "cuda"

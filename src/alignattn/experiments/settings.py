@@ -98,7 +98,10 @@ class AlignSettings:
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that `align` is given for a method."""
-        return {**self.options, **getattr(self, method)}
+        options = {**self.options, **getattr(self, method)}
+        if options.get("matched_over") == "neighbourhoods":  # edges are followed from all nodes, and are not too many:
+            options.pop("max_tokens", None)  # a recipe's number is for the other form
+        return options
 
     def config(self, method: str, weight: float | str | None) -> AlignmentConfig | None:
         """Everything about the alignment of one run; None for soft attention."""

@@ -208,7 +208,7 @@ class ConditionalMatcher(Matcher):
         if self.edges is None:
             raise CaptureError(
                 f"matched_over='neighbourhoods' follows the edges of a graph, and {names[0]} has none. Leave it out "
-                "with layers=, or match over 'all'."
+                "with layers=, give them to record(edges=...), or match over 'all'."
             )
         return self.edges
 

@@ -61,7 +61,9 @@ def neighbourhood_transport(
     clamped = [
         _nodes(upcast(side).clamp(-LARGEST_FEATURE, LARGEST_FEATURE)) for side in (navigator_query, navigator_key)
     ]
-    losses: Tensor = _AlongEdges.apply(*units, *clamped, *edges, len(critic_query), cost == "euclidean")
+    losses: Tensor = _AlongEdges.apply(
+        *units, *clamped, edges[0].long(), edges[1].long(), len(critic_query), cost == "euclidean"
+    )
     return losses
 
 

@@ -88,6 +88,7 @@ class NodeClassification(SeedsAtOnce):
     def read(self, data_dir: Path | None) -> None:
         self.graph = self.make_graph(data_dir)
         self.input = GraphInput(self.graph.features.to(self.device), self.graph.edges.to(self.device))
+        self.edges = self.input.edges.row, self.input.edges.column
         graph = self.graph
         self.nodes = {
             "train": graph.train.to(self.device),

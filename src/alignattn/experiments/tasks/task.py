@@ -77,6 +77,8 @@ class SeedsAtOnce(Task):
     Each seed's figures stand in a row of their own, and depend on no other seed.
     """
 
+    edges: tuple[Tensor, Tensor] | None = None  # of a graph: places of queries, and of the keys they attend to
+
     @abstractmethod
     def make_models(self, seeds: Sequence[int]) -> nn.Module:
         """Models of these seeds, on the device; every parameter has a leading axis of seeds."""

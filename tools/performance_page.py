@@ -44,9 +44,11 @@ and not on a CPU. By length, what was asked for is at most twice attention's mem
 it.
 
 Sinkhorn was asked to be ten times as fast as its peers on an accelerator. It is beside geomloss, where that comes to
-the same precision; POT takes 2.7 to 4.3 times as long, and up to 150 times the memory. In single precision it holds the
-scores of short problems in memory and solves each by one program, in one launch. Of the time for 128 tokens nearly all
-is Python's now; for 512 the iterations take most of it ([each by itself](../results/bench/h200-sinkhorn-sweep.txt)).
+the same precision; at 8192 tokens that was not waited for. POT takes 2.7 to 4.3 times as long, and up to 150 times the
+memory. In single precision ours holds the scores of short problems in memory and solves each by one program, in one
+launch. Of the time for 128 tokens nearly all was Python's; for 512 the iterations took most of it ([each by
+itself](../results/bench/h200-sinkhorn-sweep.txt)). They need half as many exponentials since then, and no search for
+the largest score; that has not run on an accelerator yet.
 
 What fewer tokens or layers do to the estimate was measured on a CPU, as it does not depend on the machine: a quarter of
 the tokens keeps the direction of the gradient better than half of the layers does. Under `torch.compile` the matching

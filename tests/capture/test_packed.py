@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+import transformers
 from tiny import records_of
 from torch import Tensor
 
@@ -32,6 +33,17 @@ def test_records_of_packed_rows_are_those_of_the_documents(implementation):
             assert valid.sum() == len(document) and torch.equal(valid, record.key_mask[place])
             torch.testing.assert_close(record.query[place][:, valid], expected.query[0], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(record.key[place][:, valid], expected.key[0], rtol=1e-4, atol=1e-5)
+
+
+def test_positions_beside_a_mask_of_padding_tell_of_no_documents():
+    """One row of it serves all queries: they attend to the whole row."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)
+    inputs = {"bbox": torch.zeros(2, 8, 4, dtype=torch.long), "position_ids": positions}
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    for implementation in ("eager", "sdpa"):
+        config = transformers.LayoutLMConfig(vocab_size=60, attn_implementation=implementation, **small)
+        (record,) = records_of(transformers.LayoutLMModel(config).train(), IDS[:, :8], **inputs)
+        assert record.segments is None and record.query.shape[0] == 2
 
 
 @pytest.mark.parametrize("method", ["mmd", "ot", "ct", "gan"])

@@ -146,6 +146,18 @@ def test_sharp_plans_are_as_precise(epsilon, kind, monkeypatch):
 
 
 @inside
+def test_values_of_what_is_not_finite_say_so_and_leave_others_alone(monkeypatch):
+    from alignattn.matching import sinkhorn
+
+    given = [tensor.float().to(DEVICE) for tensor in problems(3, 12, 9, 8)]
+    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: True)
+    right = sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 5, 1e-3)
+    given[0][1, 2, 3] = float("nan")
+    for told, usual in zip(sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 5, 1e-3)[:3], right, strict=False):
+        assert told[1].isnan() and torch.equal(told[[0, 2]], usual[[0, 2]])
+
+
+@inside
 def test_scores_are_held_where_they_are_few_and_precise():
     """At most four times as many numbers as queries and keys: memory is linear in their number."""
     from alignattn.matching import kernels
@@ -158,6 +170,7 @@ def test_scores_are_held_where_they_are_few_and_precise():
 
     assert stored(512, 512, 64) and not stored(513, 512, 64)
     assert stored(8, 4096, 64) and not stored(8, 4097, 64)  # a row that no program holds
+    assert stored(4096, 64, 64) and not stored(4097, 64, 64)  # too many rows for one
     assert not stored(16, 16, 64, kernels.ROUNDED)
 
 
@@ -530,3 +543,37 @@ def test_times_one_number_in_single_precision(dtype):
     near = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}  # the interpreter cuts off what a device rounds
     torch.testing.assert_close(times(values, by), expected, **near)
     torch.testing.assert_close(times(values.mT, by), expected.mT, **near)  # however they lie in memory
+
+
+@inside
+def test_a_device_that_is_too_small_is_told_of(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from alignattn.errors import AlignmentError
+    from alignattn.matching.kernels import tiles
+
+    class Large:
+        def __getitem__(self, programs):
+            def run(*given, **settings):
+                raise OutOfResources(200_000, 100_000, "shared memory")
+
+            return run
+
+    with pytest.raises(AlignmentError, match=r"shared memory, .*ALIGNATTN_KERNELS=0"):
+        tiles.launch(Large(), 1, torch.zeros(1, device=DEVICE))
+
+
+@inside
+def test_wide_tokens_are_taken_in_smaller_tiles_where_there_is_little_room(monkeypatch):
+    from alignattn.matching.kernels import sinkhorn
+
+    x, y, _, _, log_a, log_b, epsilon = (tensor.float().to(DEVICE) for tensor in problems(1, 70, 40, 100))
+    rows = []
+    launch = sinkhorn.launch
+    monkeypatch.setattr(sinkhorn, "launch", lambda *given, **of: (rows.append(of.get("ROWS")), launch(*given, **of)))
+    found = []
+    for room in (True, False):
+        monkeypatch.setattr(sinkhorn, "has_room", lambda _, room=room: room)
+        found.append(sinkhorn.StreamedScores(x, y, epsilon).carry(log_a, log_b)[0])
+    assert rows == [64, 64, 32, 32]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -4,15 +4,12 @@ import gc
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-LONGEST = 3.0  # seconds that a call is given to settle
 
 
 def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0) -> int:
@@ -25,12 +22,9 @@ def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before, idle = torch.cuda.memory_allocated(device), _idle_in_records(device)
-        begun = time.perf_counter()
         for _ in range(settling):
             call()
-            torch.cuda.synchronize(device)
-            if time.perf_counter() - begun > LONGEST:
-                break
+        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         call()
         torch.cuda.synchronize(device)

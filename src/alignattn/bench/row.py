@@ -1,6 +1,6 @@
 """One measurement."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +35,21 @@ def measured(
     *,
     rounds: int,
     calls: int = 1,
+    plain: Collection[str] = (),
     failed: Mapping[str, str] | None = None,
     details: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Row]:
-    """Time of so many calls of each candidate, and memory. One that runs out of memory is told of, and left out."""
+    """Time of so many calls of each candidate, and memory. One that runs out of memory is told of, and left out.
+
+    `plain` ones record nothing, and need not settle before their memory is taken.
+    """
     lost = dict(failed or {})
     fit: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
     for name, call in candidates.items():
         try:
             call()
-            memory[name] = peak(call, device, settling=RECORDED * calls)
+            memory[name] = peak(call, device, settling=0 if name in plain else RECORDED * calls)
             fit[name] = call
         except torch.OutOfMemoryError:
             lost[name] = "out of memory"

@@ -25,9 +25,9 @@ def whole_steps(
 ) -> list[Row]:
     """Forward, backward and optimizer, alignment included; memory beyond weights and the optimizer's state."""
     candidates = _candidates(shape, methods, device, naive=not compiled, compiled=compiled)
-    return measured(
-        "step", f"{shape}{', compiled' if compiled else ''}", candidates, device, rounds=rounds, calls=CALLS
-    )
+    case = f"{shape}{', compiled' if compiled else ''}"
+    plain = [name for name in candidates if name == "soft" or name.endswith("straightforward")]
+    return measured("step", case, candidates, device, rounds=rounds, calls=CALLS, plain=plain)
 
 
 def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> Iterator[list[Row]]:

@@ -106,7 +106,8 @@ class HuggingFaceSocket(ProjectedSocket):
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
             segments = None if mask is None else self.tap.segments_for(query, key)
             if segments is not None and isinstance(mask, Tensor) and mask.ndim == 4:
-                segments = _kept_apart(segments, mask)
+                # One row for all queries is a mask of padding, and keeps nothing apart.
+                segments = _kept_apart(segments, mask) if mask.shape[2] == query.shape[2] > 1 else None
             attending = None
             if self.tap.attending:
                 bias = _bias(module, query, key, mask, options, implementation)

@@ -102,7 +102,7 @@ def _are_stored(problems: Problems) -> bool:
     from alignattn.matching.kernels import stored_scores
 
     (_, n, d), m = problems.x.shape, problems.y.shape[1]
-    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(m, problems.products)
+    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(n, m, problems.products)
 
 
 def _stored_scores(problems: Problems) -> "StoredScores":

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.tiles import as_products_see, launch
+from alignattn.matching.kernels.tiles import TILE, as_products_see, has_room, launch
 
 LARGEST_TILE = 64  # of 64 and 128 the faster on an H200
 
@@ -150,7 +150,8 @@ class StreamedScores:
 
     def _launch(self, kernel: Any, x: Tensor, y: Tensor, *tensors: Tensor) -> None:
         width = max(16, triton.next_power_of_2(x.shape[2]))
-        rows, columns = (min(self.largest_tile, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
+        largest = self.largest_tile if width <= TILE or has_room(x.device) else self.largest_tile // 2
+        rows, columns = (min(largest, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
         blocks = triton.cdiv(x.shape[1], rows)
         sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
         settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": self.products}

@@ -22,15 +22,17 @@ from alignattn.matching.kernels.tiles import TILE, launch, read, width_of
 # Scores that a program has in registers, of one or more whole rows. On an H200 the best for 128 tokens and, by two
 # hundredths, the second for 512.
 HELD = 4096
+MOST = 2**18  # scores of a problem: of more the device would take longer than Python
 LEAST = 1e-20
 
 
-def pay(keys: int, products: str) -> bool:
+def pay(queries: int, keys: int, products: str) -> bool:
     """Whether scores are worth their memory. Products of one part are made faster than read.
 
-    Few problems leave a device idle, and still take it less time than Python takes for many launches.
+    Few problems leave a device idle, and still take it less time than Python takes for many launches; if they are small
+    enough for one program.
     """
-    return products == EXACT and keys <= HELD
+    return products == EXACT and keys <= HELD and queries * keys <= MOST
 
 
 @triton.jit
@@ -194,7 +196,8 @@ def _value(
     total = tl.sum(from_queries, 0) + tl.sum(column_sums * from_key, 0) - tl.sum(paid, 0) * scale
     tl.store(cost + problem, total)
     tl.store(regularised + problem, total + scale * tl.sum(entropy, 0))
-    tl.store(error + problem, tl.maximum(tl.max(worst, 0), tl.max(_off(column_sums, marginal), 0)))
+    largest = tl.maximum(tl.max(worst, 0), tl.max(_off(column_sums, marginal), 0))
+    tl.store(error + problem, largest + (total - total))  # the largest of some is never NaN, where one is
 
 
 @triton.jit

@@ -1,15 +1,19 @@
 """Tokens of one problem, some rows at a time, as the kernels read and write them. Padding is read as zeros."""
 
+import functools
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from alignattn.devices import on_device
+from alignattn.errors import AlignmentError
 
 TILE = 64
+WIDE = 160 * 2**10  # bytes
 
 
 @triton.jit
@@ -81,7 +85,24 @@ def spread(
 def launch(kernel: Any, programs: int, *given: Any, **settings: Any) -> None:
     """Run so many programs where the tensors are, the first of what is given: Triton goes by the current device."""
     with on_device(given[0].device):
-        kernel[(programs,)](*given, **settings)
+        try:
+            kernel[(programs,)](*given, **settings)
+        except OutOfResources as error:
+            raise AlignmentError(
+                f"This accelerator is too small for a kernel of alignattn: {error}. ALIGNATTN_KERNELS=0 in the "
+                "environment leaves kernels out; torch computes the same then."
+            ) from error
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether a processor shares enough memory for tiles of 64 wide tokens; those of gaming cards do not."""
+    return device.type != "cuda" or _shared_memory(device) >= WIDE
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    found: Any = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", 0))
 
 
 def as_bytes(query_mask: Tensor | None, key_mask: Tensor | None, instead: Tensor) -> list[Tensor]:

@@ -178,7 +178,7 @@ def test_scores_are_held_where_they_are_few_and_precise():
 @KINDS
 def test_each_problem_stops_by_itself(kind):
     """After as many iterations as it takes alone, with what it finds alone, whatever the others take: as plain code."""
-    from alignattn.matching.sinkhorn import Problems, _Scores
+    from alignattn.matching.scores import MatrixScores, Problems
 
     given = [tensor.float().to(DEVICE) for tensor in problems(3, 12, 10, 8, masked=True)]
     x, y, _, beta, log_a, log_b, epsilon = given
@@ -194,7 +194,7 @@ def test_each_problem_stops_by_itself(kind):
     for place in range(3):
         for whole, own in zip(together, solved(slice(place, place + 1)), strict=True):
             assert torch.equal(whole[place], own[0])
-    plain = _Scores(Problems(*given)).solve(log_a, log_b, start, 200, 1e-4, 10)
+    plain = MatrixScores(Problems(*given)).solve(log_a, log_b, start, 200, 1e-4, 10)
     assert plain[2].tolist() == iterations
     for one, other in zip(together[:2], plain[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

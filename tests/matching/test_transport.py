@@ -217,7 +217,7 @@ def test_one_exponential_for_all_iterations_gives_what_one_each_gives(epsilon, m
     alpha, beta = x.square().sum(-1) / 2, y.square().sum(-1) / 2
     problems = sinkhorn.Problems(x, y, alpha, beta, log_a, log_b, torch.full((3,), epsilon))
     told = []
-    for scores in (sinkhorn._Scores(problems), sinkhorn._Exponentials(problems)):
+    for scores in (sinkhorn.MatrixScores(problems), sinkhorn.ExponentialScores(problems)):
         f, g, iterations = sinkhorn._sinkhorn(problems, scores, 30, 1e-4)
         told.append((f, g, iterations, *scores.carry(f, g)))
     assert (scores.exact is not None) == (epsilon == 0.002)  # where exponentials vanish

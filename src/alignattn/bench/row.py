@@ -10,7 +10,7 @@ from alignattn.bench.clock import Timing, side_by_side
 from alignattn.bench.memory import peak
 from alignattn.replay import BEFORE
 
-RECORDED = BEFORE + 1  # calls of a kind, of which there is one in so many as are timed at once
+RECORDED = BEFORE + 1  # times that a matching comes until it is recorded; of `calls` steps one looks, which is another
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class GraphSocket(CallSocket[Call]):
         told = self.told
         if not self.cross[module]:  # those that attend are all nodes, or the first of them
             graphs = told.of(*edges, keys)
-        elif told.kinds or not (told.graphs is not None or told.named):
-            if told.graphs is None and told.tells_two_kinds_apart(*edges, queries, keys):
+        elif told.graphs is None and (told.kinds or not told.named):
+            if told.tells_two_kinds_apart(*edges, queries, keys):
                 raise UnsupportedModelError(SEVERAL_KINDS)
             return None
         else:

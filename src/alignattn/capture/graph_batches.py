@@ -15,7 +15,7 @@ need not be in order; but a vector that an edge crosses is no batch of that conv
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,7 @@ def stays_within(vector: Tensor, of_query: Tensor, of_key: Tensor) -> bool:
     return bool((vector[of_query] == vector[of_key]).all())
 
 
-def _is_vector(one: Any) -> bool:
+def _is_vector(one: Any) -> TypeGuard[Tensor]:
     """Of whole numbers."""
     if not isinstance(one, Tensor) or one.layout != torch.strided or one.ndim != 1:
         return False
@@ -142,7 +142,7 @@ def _batches(given: Mapping[str, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
 def _named(given: Mapping[str, Any]) -> Iterator[Tensor | Mapping[str, Any]]:
     batch, several, bounds = (given.get(name) for name in ("batch", "batch_dict", "ptr"))
     if _is_vector(batch):
-        yield batch  # type: ignore[misc]
+        yield batch
     if isinstance(several, Mapping):
         yield several
     if isinstance(bounds, Tensor) and bounds.ndim == 1 and len(bounds) > 1:  # where each graph begins, and the end

@@ -178,7 +178,9 @@ def _read(name: str, place: Path) -> Any:
                 raise DataError(
                     f"{file} is truncated or corrupt: {type(reason).__name__}: {reason}. Download it again."
                 ) from reason
-        raise DataError(f"The files ind.{name}.* in {place} don't fit together: {error}.") from error
+        raise DataError(
+            f"The files ind.{name}.* in {place} don't fit together: {error}. Download them again."
+        ) from error
 
 
 def _check_parts(name: str, parts: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching.matcher import Matcher, MatcherConfig
-from alignattn.matching.sinkhorn import LOOK_EVERY, Problems, unrolled, with_fixed_plan
+from alignattn.matching.scores import Problems
+from alignattn.matching.sinkhorn import LOOK_EVERY, unrolled, with_fixed_plan
 from alignattn.matching.tokens import (
     check_pair,
     direction,

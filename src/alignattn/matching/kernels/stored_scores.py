@@ -4,11 +4,10 @@
     solve:  f_i = log a_i - LSE_j(g_j + s_ij), and of the same scores, while they are at hand, g_j = log b_j -
             LSE_i(f_i + s_ij), until no marginal is off by more than the tolerance
     value:  of the plan pi_ij = exp(f_i + g_j + s_ij): its cost, its entropy, and by how much marginals are off
-    carry:  sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij
 
 An iteration reads the scores once, and a whole solution is one launch, which Python makes in microseconds: made of
-launches, these took Python longer than the device. Sums are in single precision. Nothing is added atomically: results
-are the same each time.
+launches, these took Python longer than the device. What a plan carries is streamed (sinkhorn.py). Sums are in single
+precision. Nothing is added atomically: results are the same each time.
 """
 
 import torch
@@ -17,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
+from alignattn.matching.kernels.sinkhorn import StreamedScores
 from alignattn.matching.kernels.tiles import TILE, launch, read, width_of
 
-# Scores that a program has in registers, of one or more whole rows. On an H200 the best for 128 tokens and, by two
-# hundredths, the second for 512.
+# Scores that a program has in registers, of one or more whole rows. On an H200, when iterations still took two
+# exponentials a score, the best for 128 tokens and, by two hundredths, the second for 512.
 HELD = 4096
 MOST = 2**18  # scores of a problem: of more the device would take longer than Python
-LEAST = 1e-20
+LEAST = 1e-20  # of a sum, and its inverse the most: beyond, what single precision lost may count
 
 
 def pay(queries: int, keys: int, products: str) -> bool:
@@ -206,48 +206,18 @@ def _off(sums, log_marginal):
     return tl.where(valid, tl.abs(sums / tl.exp(tl.where(valid, log_marginal, 0.0)) - 1.0), 0.0)
 
 
-@triton.jit
-def _carry(
-    scores, down, right, f, g, y, sums, carried, entropy, n, m, d, blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    problem = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    i = block * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, WIDTH)
-    potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
-    total = tl.zeros([ROWS], tl.float32)
-    disorder = tl.zeros([ROWS], tl.float32)
-    mean = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, m, COLUMNS):
-        j = start + tl.arange(0, COLUMNS)
-        at = problem * n * m + i[:, None] * down + j[None, :] * right
-        score = tl.load(scores + at, mask=(i[:, None] < n) & (j[None, :] < m), other=0.0)
-        across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
-        logarithm = score + potential[:, None] + across[None, :]
-        plan = tl.exp(logarithm)
-        disorder += tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
-        to = y + problem * m * d + j[:, None] * d + e[None, :]
-        other = tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0)
-        total += tl.sum(plan, 1)
-        mean += tl.dot(plan, other, input_precision=PRECISION)
-    tl.store(sums + problem * n + i, total, mask=i < n)
-    tl.store(entropy + problem * n + i, disorder, mask=i < n)
-    at = problem * n * d + i[:, None] * d + e[None, :]
-    tl.store(carried + at, mean, mask=(i[:, None] < n) & (e[None, :] < d))
-
-
-class StoredScores:
-    """x·y/epsilon of a stack of problems x [p, n, d] and y [p, m, d], and what Sinkhorn takes of it."""
+class StoredScores(StreamedScores):
+    """The same, which solves with scores in memory, and tells values without what is carried."""
 
     def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor) -> None:
-        self.x, self.y, self.epsilon = x.contiguous(), y.contiguous(), epsilon.contiguous()
+        super().__init__(x, y, epsilon, EXACT)
+        self.epsilon = epsilon.contiguous()
         (problems, n, d), m = x.shape, y.shape[1]
         self.scores = x.new_empty(problems, n, m)
         # Not by torch, whose products of a problem depend on how many others there are.
         settings = {"ROWS": _tile(n), "COLUMNS": _tile(m), "WIDTH": width_of(x), "PRECISION": EXACT}
         down, right = triton.cdiv(n, settings["ROWS"]), triton.cdiv(m, settings["COLUMNS"])
-        given = (self.x, self.y, 1 / self.epsilon, self.scores, n, m, d, down, right)
+        given = (self.x, self.y, self.inverse, self.scores, n, m, d, down, right)
         launch(_score, problems * down * right, *given, **settings)
 
     def solve(
@@ -269,22 +239,6 @@ class StoredScores:
         found = self.epsilon.new_empty(3, len(f)).unbind()
         self._each(_value, *given, self.epsilon, *found, *self.scores.shape[1:])
         return found[0], found[1], found[2]
-
-    def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
-        """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
-        found, entropies = [], []
-        columns = self.scores.shape[2]
-        f, g = f.contiguous(), g.contiguous()
-        for strides, own, other, x, y in (((columns, 1), f, g, self.x, self.y), ((1, columns), g, f, self.y, self.x)):
-            sums, carried, entropy = torch.empty_like(own), torch.empty_like(x), torch.empty_like(own)
-            n, m = x.shape[1], y.shape[1]
-            settings = {"ROWS": _tile(n), "COLUMNS": _tile(m), "WIDTH": width_of(x), "PRECISION": EXACT}
-            blocks = triton.cdiv(n, settings["ROWS"])
-            given = (*strides, own, other, y, sums, carried, entropy, n, m, x.shape[2], blocks)
-            launch(_carry, len(x) * blocks, self.scores, *given, **settings)
-            found.append((sums, carried))
-            entropies.append(entropy)
-        return found[0], found[1], entropies[0].sum(-1)
 
     def _each(self, kernel: object, *given: Tensor | float) -> None:
         """A program a problem."""

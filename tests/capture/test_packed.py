@@ -35,6 +35,15 @@ def test_records_of_packed_rows_are_those_of_the_documents(implementation):
             torch.testing.assert_close(record.key[place][:, valid], expected.key[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_row_that_is_attended_to_as_a_whole_is_one_document():
+    """With a cache transformers does not look at positions, and eager attention has a mask all the same."""
+    model = tiny.llama("eager").train()
+    for record in records_of(model, **packed(), use_cache=True):
+        assert record.unpacked().query.shape[:3:2] == (2, 9)
+    for record in records_of(model, **packed(), use_cache=False):
+        assert record.unpacked().query.shape[:3:2] == (5, 6)
+
+
 def test_positions_beside_a_mask_of_padding_tell_of_no_documents():
     """One row of it serves all queries: they attend to the whole row."""
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)

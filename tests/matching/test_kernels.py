@@ -3,6 +3,7 @@
 Run in a process of its own: Triton decides when a kernel is defined whether it is interpreted.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -48,7 +49,12 @@ def problems(p, n, m, d, *, masked=False, seed=0):
 
 
 SIZES = [(1, 1, 1, 8), (2, 5, 7, 8), (3, 16, 16, 16), (2, 33, 17, 24), (1, 70, 40, 128), (2, 20, 20, 64)]
-SIZES += [(1, 40, 600, 16)]  # columns of which a program holds no more than four rows
+SIZES += [(1, 40, 600, 16)]  # several tiles, and columns of which a program holds few rows
+
+
+def kept(kind, monkeypatch):
+    """Scores are stored, or streamed."""
+    monkeypatch.setattr("alignattn.matching.kernels.stored_scores.pay", lambda *_: kind == "stored")
 
 
 def scores(kind, *given):
@@ -73,9 +79,8 @@ def test_as_precise_as_plain_torch_in_single_precision(p, n, m, d, masked, kind,
     exact = sinkhorn._plans(*given, 20, never)
     single = [tensor.float().to(DEVICE) for tensor in given]
     assert kernels.serve(single[0])
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: kind == "stored")
+    kept(kind, monkeypatch)
     found = sinkhorn._plans(*single, 20, never)
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain = sinkhorn._plans(*single, 20, never)
     for told, usual, truth in zip(found, plain, exact, strict=True):
@@ -105,18 +110,18 @@ def test_tiles_runs_and_memory_make_no_difference():
 
 
 @inside
+@KINDS
 @pytest.mark.parametrize(("p", "n", "m", "d"), SIZES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_values_alone_are_as_precise(p, n, m, d, masked, monkeypatch):
+def test_values_alone_are_as_precise(p, n, m, d, masked, kind, monkeypatch):
     from alignattn.matching import kernels, sinkhorn
 
     given = problems(p, n, m, d, masked=masked)
     single = [tensor.float().to(DEVICE) for tensor in given]
     monkeypatch.setattr("alignattn.matching.tokens.MATRIX_ELEMENTS", {"cpu": n * m, "cuda": n * m})  # one at a time
     exact = sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 20, -1.0)
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: True)
+    kept(kind, monkeypatch)
     found = sinkhorn.with_fixed_plan(sinkhorn.Problems(*single), 20, -1.0)
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain = sinkhorn.with_fixed_plan(sinkhorn.Problems(*single), 20, -1.0)
     for told, usual, truth in zip(found, plain, exact, strict=True):
@@ -135,9 +140,8 @@ def test_sharp_plans_are_as_precise(epsilon, kind, monkeypatch):
     x, y, alpha, beta, log_a, log_b, _ = problems(2, 24, 18, 8, masked=True)
     given = (x, y, alpha, beta, log_a, log_b, torch.full((2,), epsilon, dtype=torch.float64))
     single = [tensor.float().to(DEVICE) for tensor in given]
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: kind == "stored")
+    kept(kind, monkeypatch)
     found = sinkhorn._plans(*single, 30, -1.0)
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: False)
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain, truth = sinkhorn._plans(*single, 30, -1.0), sinkhorn._plans(*given, 30, -1.0)
     for told, usual, right in zip(found, plain, truth, strict=True):
@@ -146,11 +150,10 @@ def test_sharp_plans_are_as_precise(epsilon, kind, monkeypatch):
 
 
 @inside
-def test_values_of_what_is_not_finite_say_so_and_leave_others_alone(monkeypatch):
+def test_values_of_what_is_not_finite_say_so_and_leave_others_alone():
     from alignattn.matching import sinkhorn
 
     given = [tensor.float().to(DEVICE) for tensor in problems(3, 12, 9, 8)]
-    monkeypatch.setattr(sinkhorn, "_are_stored", lambda _: True)
     right = sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 5, 1e-3)
     given[0][1, 2, 3] = float("nan")
     for told, usual in zip(sinkhorn.with_fixed_plan(sinkhorn.Problems(*given), 5, 1e-3)[:3], right, strict=False):
@@ -158,20 +161,36 @@ def test_values_of_what_is_not_finite_say_so_and_leave_others_alone(monkeypatch)
 
 
 @inside
-def test_scores_are_held_where_they_are_few_and_precise():
+def test_scores_are_stored_where_they_are_few():
     """At most four times as many numbers as queries and keys: memory is linear in their number."""
-    from alignattn.matching import kernels
-    from alignattn.matching.sinkhorn import Problems, _are_stored
+    from alignattn.matching.kernels.stored_scores import pay
 
-    def stored(n, m, d, products=kernels.EXACT):
-        x, y = torch.zeros(2, n, d, device=DEVICE), torch.zeros(2, m, d, device=DEVICE)
-        a, b = x[..., 0], y[..., 0]
-        return _are_stored(Problems(x, y, a, b, a, b, x[:, 0, 0], products=products))
+    assert pay(512, 512, 64) and not pay(513, 512, 64)
+    assert pay(8, 8192, 64) and not pay(8, 8193, 64)  # a row that no program holds
+    assert pay(4096, 64, 64) and not pay(4097, 64, 64)  # too many rows for one
 
-    assert stored(512, 512, 64) and not stored(513, 512, 64)
-    assert stored(8, 4096, 64) and not stored(8, 4097, 64)  # a row that no program holds
-    assert stored(4096, 64, 64) and not stored(4097, 64, 64)  # too many rows for one
-    assert not stored(16, 16, 64, kernels.ROUNDED)
+
+@inside
+def test_halves_are_as_precise_as_single_precision():
+    """To 22 bits of each number, down to 2^-18 of the largest, and 2^-40 of that below; the high part alone to 11."""
+    from alignattn.matching.kernels import EXACT, ROUNDED
+    from alignattn.matching.kernels.halves import halves
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = 2.0 ** torch.randint(-60, 1, (4, 50, 9), generator=generator)
+    tokens = torch.randn(4, 50, 9, generator=generator) * sizes * torch.tensor([1e-30, 1.0, 7e4, 1e33])[:, None, None]
+    tokens[:, 0, 0] = 4 * tokens.abs().amax((1, 2))
+    factor = torch.tensor([3.0, 0.7, 1.0, 1.3])
+    largest = tokens[:, :1, :1].double() * factor[:, None, None]
+    for products, bits in ((EXACT, 22), (ROUNDED, 11)):
+        found = halves(tokens.to(DEVICE), products, factor.to(DEVICE))
+        total = found.high.double() + (found.low.double() if found.parts == 3 else 0)
+        off = (total.cpu() * found.unit.cpu().double()[:, None, None] - tokens.double() * factor[:, None, None]).abs()
+        exact = tokens.double().abs() * factor[:, None, None]
+        assert (off <= exact * 2.0**-bits + largest * 2.0 ** (-39 if bits == 22 else -29)).all()
+        assert torch.equal(found.unit.log2().round(), found.unit.log2())
+    nothing = halves(torch.zeros(1, 3, 8, device=DEVICE), EXACT)
+    assert not nothing.high.any() and nothing.unit.isfinite().all()
 
 
 @inside
@@ -197,7 +216,7 @@ def test_each_problem_stops_by_itself(kind):
     plain = MatrixScores(Problems(*given)).solve(log_a, log_b, start, 200, 1e-4, 10)
     assert plain[2].tolist() == iterations
     for one, other in zip(together[:2], plain[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one * math.log(2), other, rtol=1e-4, atol=1e-4)  # as powers of two
 
 
 # MMD
@@ -575,5 +594,5 @@ def test_wide_tokens_are_taken_in_smaller_tiles_where_there_is_little_room(monke
     for room in (True, False):
         monkeypatch.setattr(sinkhorn, "has_room", lambda _, room=room: room)
         found.append(sinkhorn.StreamedScores(x, y, epsilon).carry(log_a, log_b)[0])
-    assert rows == [64, 64, 32, 32]
+    assert rows == [128, 64, 64, 64]
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)

@@ -3,7 +3,7 @@
 Costs are alpha_i + beta_j - x_i·y_j, and what depends on one token alone vanishes into its potential. So
     log pi_ij = f_i + g_j + s_ij,   s_ij = x_i·y_j / epsilon,
 and the two half-steps are f = log a - LSE_j(g + s) and g = log b - LSE_i(f + s). Only f and g outlive a half-step. The
-same on accelerators: kernels/sinkhorn.py, kernels/stored_scores.py.
+same on accelerators: kernels/sinkhorn.py.
 """
 
 from dataclasses import dataclass, field
@@ -69,7 +69,10 @@ class Scores(Protocol):
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
     ) -> Solved:
-        """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
+        """Potentials f and g, as `carry` takes them, and the number of iterations each problem took.
+
+        Begins with this g.
+        """
 
     def carry(self, f: Tensor, g: Tensor) -> Carried:
         """Of the plan exp(f_i + g_j + x_i·y_j/epsilon)."""

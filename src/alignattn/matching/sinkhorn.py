@@ -5,8 +5,8 @@ products are computed anew; kernels hold no matrix, or one no larger than a few 
 the number of tokens.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from jaxtyping import Float
@@ -19,39 +19,39 @@ from alignattn.matching.scores import ExponentialScores, MatrixScores, Problems,
 from alignattn.matching.tokens import MATRIX_ELEMENTS, chunks_of
 
 if TYPE_CHECKING:
-    from alignattn.matching.kernels.stored_scores import StoredScores
+    from alignattn.matching.kernels.sinkhorn import StreamedScores
 
-TIMES_TOKENS = 4  # scores that kernels hold, as a multiple of queries and keys: memory stays linear in their number
 LOOK_EVERY = 10  # iterations, whether all problems are done: to look costs an accelerator its queue
 
 
-def _scores(problems: Problems) -> Scores:
+def _scored(problems: Problems) -> Iterator[tuple[Problems, Scores]]:
+    """In parts whose matrices fit the budget, or all at once where kernels hold none, with their scores."""
     if not kernels.serve(problems.x):
-        size = problems.x.shape[1] * problems.y.shape[1] * len(problems.x)
-        in_cache = problems.x.device.type == "cpu" and size <= MATRIX_ELEMENTS["cpu"]
-        return ExponentialScores(problems) if in_cache and not torch.compiler.is_compiling() else MatrixScores(problems)
+        for part in _chunks(problems):
+            yield part, _by_torch(part)
+        return
     from alignattn.matching.kernels.sinkhorn import StreamedScores
-
-    return StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
-
-
-def _are_stored(problems: Problems) -> bool:
-    """Whether kernels hold scores in memory: where to read them is faster, and they are not many more than tokens."""
-    if not kernels.serve(problems.x):
-        return False
-    from alignattn.matching.kernels import stored_scores
+    from alignattn.matching.kernels.stored_scores import StoredScores, pay
 
     (_, n, d), m = problems.x.shape, problems.y.shape[1]
-    return n * m <= TIMES_TOKENS * (n + m) * d and stored_scores.pay(n, m, problems.products)
+    if not pay(n, m, d) or _is_recorded(problems.x):  # what is recorded costs Python nothing, of however many launches
+        yield problems, StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
+        return
+    for part in _chunks(problems):
+        yield part, StoredScores(part.x, part.y, part.epsilon, part.products)
 
 
-def _stored_scores(problems: Problems) -> "StoredScores":
-    from alignattn.matching.kernels.stored_scores import StoredScores
+def _by_torch(problems: Problems) -> Scores:
+    size = problems.x.shape[1] * problems.y.shape[1] * len(problems.x)
+    in_cache = problems.x.device.type == "cpu" and size <= MATRIX_ELEMENTS["cpu"]
+    return ExponentialScores(problems) if in_cache and not torch.compiler.is_compiling() else MatrixScores(problems)
 
-    return StoredScores(problems.x, problems.y, problems.epsilon)
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _sinkhorn(problems: Problems, scores: "Scores", max_iterations: int, tolerance: float) -> Solved:
+def _sinkhorn(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Solved:
     """Potentials f and g, and the number of iterations each problem took."""
     look_every = 1 if problems.x.device.type == "cpu" else LOOK_EVERY
     g = problems.log_b - problems.beta / problems.epsilon[:, None]  # potential zero
@@ -61,7 +61,7 @@ def _sinkhorn(problems: Problems, scores: "Scores", max_iterations: int, toleran
 def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """Cost with the plan as a constant: the gradient is that of the regularised value, by the envelope theorem."""
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in problems.tensors())
-    if not differentiated and _are_stored(problems):
+    if not differentiated and kernels.serve(problems.x):
         return _values(problems, max_iterations, tolerance)
     rows, columns, to_keys, to_queries, entropy, error, iterations = _plans(
         *problems.detached().tensors(), max_iterations, tolerance, problems.products
@@ -75,12 +75,13 @@ def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -
 
 
 def _values(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
-    """The same without anything to differentiate: nothing is carried."""
+    """The same by kernels, without anything to differentiate: nothing is carried."""
     parts = []
-    for part in _chunks(problems):
-        scores = _stored_scores(part)
+    for part, scores in _scored(problems):
         f, g, iterations = _sinkhorn(part, scores, max_iterations, tolerance)
-        parts.append((*scores.value(f, g, part.log_a, part.log_b, part.alpha, part.beta), iterations))
+        rows, columns, product, entropy = cast("StreamedScores", scores).sums(f, g)
+        cost = (rows * part.alpha).sum(-1) + (columns * part.beta).sum(-1) - part.epsilon * product
+        parts.append((cost, cost + part.epsilon * entropy, _marginal_error(rows, columns, part), iterations))
     return _joined(parts)
 
 
@@ -119,10 +120,7 @@ def _plans(
 ) -> Statistics:
     """What `_plan_statistics` tells, of all problems."""
     problems = Problems(x, y, alpha, beta, log_a, log_b, epsilon, products=products)
-    score = _stored_scores if _are_stored(problems) else _scores
-    streamed = kernels.serve(x) and score is _scores  # no matrix is held: all are solved at once
-    parts = [problems] if streamed else _chunks(problems)
-    return _joined([_plan_statistics(part, score(part), max_iterations, tolerance) for part in parts])  # type: ignore[return-value]
+    return _joined([_plan_statistics(*part, max_iterations, tolerance) for part in _scored(problems)])  # type: ignore[return-value]
 
 
 def _plan_statistics(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Statistics:
@@ -136,9 +134,8 @@ def _plan_statistics(problems: Problems, scores: Scores, max_iterations: int, to
 def _marginal_error(rows: Float[Tensor, "p n"], columns: Float[Tensor, "p m"], problems: Problems) -> Tensor:
     errors = []
     for sums, log_marginal in ((rows, problems.log_a), (columns, problems.log_b)):
-        valid = log_marginal.isfinite()
-        off = (sums / log_marginal.masked_fill(~valid, 0.0).exp() - 1).abs()
-        errors.append(off.masked_fill(~valid, 0.0).amax(-1))
+        off = (sums / log_marginal.exp() - 1).abs()
+        errors.append(off.where(log_marginal > -torch.inf, 0.0).amax(-1))
     return torch.maximum(errors[0], errors[1])
 
 

@@ -146,7 +146,8 @@ def _inner_product_form(
         # Distances know no origin: around the common mean the products are small, and so is their rounding.
         origin = sum((t.detach() * w.exp()[..., None]).sum(2, keepdim=True) for t, w in ((query, log_a), (key, log_b)))
         limit = torch.finfo(query.dtype).max ** 0.2  # 5e7 in fp32: costs over epsilon, and their gradients, stay finite
-        x, y = (((t - origin / 2) * scale).clamp(-limit, limit) for t in (query, key))
+        origin = origin / 2
+        x, y = ((t - origin).mul(scale).clamp(-limit, limit) for t in (query, key))
         if query_mask is not None:
             x = x.masked_fill(~query_mask[:, None, :, None], 0.0)
         if key_mask is not None:

@@ -1,14 +1,16 @@
-"""Sinkhorn streaming: scores are made tile by tile in registers, and never stored.
+"""Sinkhorn streaming: scores are made tile by tile in registers, of halves (halves.py), and never stored.
 
-    half-step:  f_i = log a_i - LSE_j(g_j + x_i·y_j / epsilon)
-    settle:     whether the step before was within the tolerance; if not, the new f is the one
-    carry:      sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij,    pi_ij = exp(f_i + g_j + x_i·y_j / epsilon)
+    half-step:  f_i = log a_i - LSE_j(g_j + s_ij),    s_ij = x_i·y_j / epsilon
+    carry:      sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij,    pi_ij = exp(f_i + g_j + s_ij)
 
-Half-steps and what is carried are of rows; columns are the same with x and y exchanged. A program serves some rows of
-one problem, or settles one. A problem that is done is left alone: its programs end as they begin. Sums are in single
-precision. Nothing is added atomically: results are the same each time.
+Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. The half-step
+of columns first sees whether the rows were within the tolerance before the last of theirs: then the problem is done,
+and its programs end as they begin. Exponentials are powers of two, which is what the device has, and potentials their
+exponents from the first half-step to what is carried: where they are large, to convert them would move them. Sums are
+in single precision. Nothing is added atomically: results are the same each time.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -17,96 +19,138 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.tiles import TILE, as_products_see, has_room, launch
+from alignattn.matching.kernels.halves import Halves, halves, product, read_halves
+from alignattn.matching.kernels.tiles import TILE, has_room, launch
 
-LARGEST_TILE = 64  # of 64 and 128 the faster on an H200
+LARGEST_TILE = 128  # rows, and half as many columns: of 64 and 128 of each the fastest on an H200
+LEAST = 1e-20  # of a sum, and its inverse the most: beyond, what single precision lost may count
+LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
+ROOM = tl.constexpr(2.0**14)  # of halves, above the largest number of a row
+
+
+@triton.jit
+def _are_settled(potential, earlier, log_marginal, problem, count, tolerance, BLOCK: tl.constexpr):
+    """Whether no marginal was off by more than the tolerance; NaN is."""
+    off = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        valid = tl.load(log_marginal + problem * count + i, mask=i < count, other=float("-inf")) > float("-inf")
+        now = tl.load(potential + problem * count + i, mask=valid, other=0.0)
+        before = tl.load(earlier + problem * count + i, mask=valid, other=0.0)
+        off += (valid & ~(tl.abs(tl.exp2(before - now) - 1.0) <= tolerance)).to(tl.int32)
+    return tl.sum(off, 0) == 0
 
 
 @triton.jit
 def _half_step(
-    x, y, g, inverse, log_marginal, done, f, n, m, d, blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    own_high, own_low, high, low, scale, potential, earlier, log_other, before, log_own, after, done, iterations,
+    n, m, d, blocks, tolerance, LEAST: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """FIRST: of all iterations, and nothing is known `before`. SECOND: of the two of an iteration.
+
+    After the first the plan has right columns, so that no row has more than all, and none less than a share of 1/m of
+    what it should: about the plan as it is, sums neither vanish nor overflow. Those that do, beyond LEAST, are taken
+    about their largest number: scores are so large then that their rounding moves potentials more.
+    """
     problem = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     if tl.load(done + problem) != 0:
         return
+    if SECOND:
+        if not FIRST:  # noqa: SIM102  # which Triton decides when it compiles
+            if _are_settled(potential, earlier, log_other, problem, m, tolerance, 1024):
+                tl.store(done + problem, 1)  # all programs of this problem find the same
+                return
+        if block == 0:
+            tl.store(iterations + problem, tl.load(iterations + problem) + 1)
     i = block * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, WIDTH)
-    scale = tl.load(inverse + problem)
-    at = x + problem * n * d + i[:, None] * d + e[None, :]
-    own = as_products_see(tl.load(at, mask=(i[:, None] < n) & (e[None, :] < d), other=0.0), PRECISION)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    own, own_rest = read_halves(own_high, own_low, problem, i, n, d, WIDTH, PARTS)
+    by = tl.load(scale + problem)
+    marginal = tl.load(log_own + problem * n + i, mask=i < n, other=float("-inf")) * LOG2_E
+    valid = marginal > float("-inf")
     total = tl.zeros([ROWS], tl.float32)
-    for start in range(0, m, COLUMNS):
-        j = start + tl.arange(0, COLUMNS)
-        there = y + problem * m * d + j[None, :] * d + e[:, None]
-        other = as_products_see(tl.load(there, mask=(j[None, :] < m) & (e[:, None] < d), other=0.0), PRECISION)
-        potential = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
-        score = tl.dot(own, other, input_precision=PRECISION) * scale + potential[None, :]
-        now = tl.maximum(largest, tl.max(score, 1))
-        finite = tl.where(now == float("-inf"), 0.0, now)
-        total = total * tl.exp(largest - finite) + tl.sum(tl.exp(score - finite[:, None]), 1)
-        largest = now
-    marginal = tl.load(log_marginal + problem * n + i, mask=i < n, other=0.0)
-    tl.store(f + problem * n + i, marginal - (largest + tl.log(total)), mask=i < n)
-
-
-@triton.jit
-def _settle(f, new, log_marginal, done, iterations, n, tolerance, FIRST: tl.constexpr, ROWS: tl.constexpr):
-    problem = tl.program_id(0).to(tl.int64)
-    if tl.load(done + problem) != 0:
-        return
+    found = total
+    lost = 1
     if not FIRST:
-        off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
-        for start in range(0, n, ROWS):
-            i = start + tl.arange(0, ROWS)
-            inside = i < n
-            valid = tl.load(log_marginal + problem * n + i, mask=inside, other=float("-inf")) > float("-inf")
-            before = tl.load(f + problem * n + i, mask=valid, other=0.0)
-            after = tl.load(new + problem * n + i, mask=valid, other=0.0)
-            within = tl.abs(tl.exp(before - after) - 1.0) <= tolerance
-            off += (valid & ~within).to(tl.int32)
-        if tl.sum(off, 0) == 0:
-            tl.store(done + problem, 1)
-            return
-    tl.store(iterations + problem, tl.load(iterations + problem) + 1)
-    for start in range(0, n, ROWS):
-        i = start + tl.arange(0, ROWS)
-        tl.store(f + problem * n + i, tl.load(new + problem * n + i, mask=i < n, other=0.0), mask=i < n)
+        shift = tl.where(valid, tl.load(before + problem * n + i, mask=valid, other=0.0) - marginal, 0.0)
+        for start in range(0, m, COLUMNS):
+            j = start + tl.arange(0, COLUMNS)
+            other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
+            across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
+            score = product(
+                own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS
+            )
+            total += tl.sum(tl.exp2(score * by + across[None, :] + shift[:, None]), 1)
+        found = shift - tl.log2(total)
+        lost = tl.sum((valid & ~((total > LEAST) & (total < 1 / LEAST))).to(tl.int32), 0)
+    if lost > 0:
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, m, COLUMNS):
+            j = start + tl.arange(0, COLUMNS)
+            other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
+            across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
+            score = product(
+                own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS
+            )
+            score = score * by + across[None, :]
+            now = tl.maximum(largest, tl.max(score, 1))
+            finite = tl.where(now == float("-inf"), 0.0, now)
+            total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(score - finite[:, None]), 1)
+            largest = now
+        found = -(largest + tl.log2(total))
+    tl.store(after + problem * n + i, tl.where(valid, marginal + found, float("-inf")), mask=i < n)
 
 
 @triton.jit
 def _carry(
-    x, y, f, g, inverse, sums, carried, entropy, n, m, d, blocks,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    own_high, own_low, high, low, scale, f, g, unit, sums, entropy, carried, paid, n, m, d, blocks,
+    CARRIES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """About the largest number of each row: so halves of the plan have all their bits. `paid`: sum_j pi_ij s_ij."""
     problem = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
     i = block * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, WIDTH)
-    scale = tl.load(inverse + problem)
-    at = problem * n * d + i[:, None] * d + e[None, :]
-    inside = (i[:, None] < n) & (e[None, :] < d)
-    own = as_products_see(tl.load(x + at, mask=inside, other=0.0), PRECISION)
-    potential = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+    own, own_rest = read_halves(own_high, own_low, problem, i, n, d, WIDTH, PARTS)
+    by = tl.load(scale + problem)
+    of_row = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     disorder = tl.zeros([ROWS], tl.float32)
+    cost = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, m, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        to = y + problem * m * d + j[:, None] * d + e[None, :]
-        other = as_products_see(tl.load(to, mask=(j[:, None] < m) & (e[None, :] < d), other=0.0), PRECISION)
+        other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
-        score = tl.dot(own, tl.trans(other), input_precision=PRECISION) * scale
-        logarithm = score + potential[:, None] + across[None, :]
-        plan = tl.exp(logarithm)
-        disorder += tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
-        total += tl.sum(plan, 1)
-        mean += tl.dot(as_products_see(plan, PRECISION), other, input_precision=PRECISION)
-    tl.store(sums + problem * n + i, total, mask=i < n)
-    tl.store(entropy + problem * n + i, disorder, mask=i < n)
-    tl.store(carried + at, mean, mask=inside)
+        score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
+        score = score * by
+        logarithm = score + of_row[:, None] + across[None, :]
+        now = tl.maximum(largest, tl.max(logarithm, 1))
+        finite = tl.where(now == float("-inf"), 0.0, now)
+        kept = tl.exp2(largest - finite)
+        plan = tl.exp2(logarithm - finite[:, None])
+        total = total * kept + tl.sum(plan, 1)
+        disorder = disorder * kept + tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
+        if CARRIES:
+            plan = plan * ROOM
+            above = plan.to(tl.float16)
+            below = (plan - above.to(tl.float32)).to(tl.float16)
+            mean = product(above, below, other, rest, mean * kept[:, None], PARTS)
+        else:
+            cost = cost * kept + tl.sum(tl.where(plan > 0.0, plan * score, 0.0), 1)
+        largest = now
+    back = tl.exp2(tl.where(largest == float("-inf"), 0.0, largest))
+    tl.store(sums + problem * n + i, total * back, mask=i < n)
+    tl.store(entropy + problem * n + i, disorder * back * LN_2, mask=i < n)
+    if CARRIES:
+        e = tl.arange(0, WIDTH)
+        at = (problem * n + i[:, None]) * d + e[None, :]
+        mean = mean * (back * (tl.load(unit + problem) / ROOM))[:, None]
+        tl.store(carried + at, mean, mask=(i[:, None] < n) & (e[None, :] < d))
+    else:
+        tl.store(paid + problem * n + i, cost * back * LN_2, mask=i < n)
 
 
 class StreamedScores:
@@ -115,44 +159,67 @@ class StreamedScores:
     def __init__(
         self, x: Tensor, y: Tensor, epsilon: Tensor, products: str = EXACT, *, largest_tile: int = LARGEST_TILE
     ) -> None:
-        self.x, self.y = x.contiguous(), y.contiguous()
-        self.inverse = 1 / epsilon
-        self.products = products
+        self.width = x.shape[2]
         self.largest_tile = largest_tile
+        to_bits = LOG2_E.value / epsilon
+        # In full precision it is part of the tokens, where its rounding is another in each number of them. Rounded ones
+        # are those that came.
+        exact = products == EXACT
+        self.x, self.y = halves(x, products, to_bits if exact else None), halves(y, products)
+        self.units = self.x.unit / to_bits if exact else self.x.unit, self.y.unit
+        self.scale = self.x.unit * self.y.unit * (1 if exact else to_bits)
 
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Potentials f and g, beginning with this g, and the number of iterations each problem took."""
-        log_a, log_b, g = log_a.contiguous(), log_b.contiguous(), g.clone(memory_format=torch.contiguous_format)
-        f, new = torch.empty_like(log_a), torch.empty_like(log_a)
-        done = torch.zeros(len(g), dtype=torch.uint8, device=g.device)
-        iterations = torch.zeros(len(g), dtype=torch.int64, device=g.device)
-        rows = min(1024, triton.next_power_of_2(f.shape[1]))
+        """Potentials f and g, as powers of two, and the number of iterations each problem took; begins with this g."""
+        log_a, log_b, g = log_a.contiguous(), log_b.contiguous(), (g * LOG2_E.value).contiguous()
+        # This f and the one before, in turns: where a problem is done, the one before is the one.
+        both = log_a.new_empty(2, *log_a.shape)
+        done, iterations = torch.zeros(2, len(g), dtype=torch.int32, device=g.device).unbind()
         for iteration in range(max_iterations):
-            self._launch(_half_step, self.x, self.y, g, self.inverse, log_a, done, new)
-            settings = {"FIRST": iteration == 0, "ROWS": rows}
-            launch(_settle, len(f), f, new, log_a, done, iterations, f.shape[1], tolerance, **settings)
+            f, before = both[iteration % 2], both[1 - iteration % 2]
+            settings = {"LEAST": LEAST, "FIRST": iteration == 0}
+            rows = (g, g, log_b, before, log_a, f, done, iterations)
+            self._launch(_half_step, self.x, self.y, rows, tolerance, SECOND=False, **settings)
+            columns = (f, before, log_a, g, log_b, g, done, iterations)
+            self._launch(_half_step, self.y, self.x, columns, tolerance, SECOND=True, **settings)
             if iteration and iteration % look_every == 0 and done.all():
                 break
-            self._launch(_half_step, self.y, self.x, f, self.inverse, log_b, done, g)
-        return f, g, iterations
+        return torch.where((iterations % 2 == 1)[:, None], both[0], both[1]), g, iterations.long()
 
     def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
         """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
-        found, entropies = [], []
-        for x, y, own, other in ((self.x, self.y, f, g), (self.y, self.x, g, f)):
-            sums, carried, entropy = x.new_empty(x.shape[:2]), torch.empty_like(x), x.new_empty(x.shape[:2])
-            self._launch(_carry, x, y, own.contiguous(), other.contiguous(), self.inverse, sums, carried, entropy)
-            found.append((sums, carried))
-            entropies.append(entropy)
-        return found[0], found[1], entropies[0].sum(-1)
+        (rows, to_keys, _, entropy), (columns, to_queries, _, _) = self._of_plan(f, g, carries=True)
+        return (rows, to_keys), (columns, to_queries), entropy.sum(-1)
 
-    def _launch(self, kernel: Any, x: Tensor, y: Tensor, *tensors: Tensor) -> None:
-        width = max(16, triton.next_power_of_2(x.shape[2]))
-        largest = self.largest_tile if width <= TILE or has_room(x.device) else self.largest_tile // 2
-        rows, columns = (min(largest, max(16, triton.next_power_of_2(side.shape[1]))) for side in (x, y))
-        blocks = triton.cdiv(x.shape[1], rows)
-        sizes = (x.shape[1], y.shape[1], x.shape[2], blocks)
-        settings = {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "PRECISION": self.products}
-        launch(kernel, len(x) * blocks, x, y, *tensors, *sizes, **settings)
+    def sums(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the plan's rows, of its columns, sum pi x·y/epsilon and sum pi log pi."""
+        (rows, _, paid, entropy), (columns, _, _, _) = self._of_plan(f, g, carries=False)
+        return rows, columns, paid.sum(-1), entropy.sum(-1)
+
+    def _of_plan(self, f: Tensor, g: Tensor, *, carries: bool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        f, g = f.contiguous(), g.contiguous()
+        found = []
+        x, y = (self.x, self.units[0]), (self.y, self.units[1])
+        for (own, _), (other, unit), mine, theirs in ((x, y, f, g), (y, x, g, f)):
+            sums, entropy = torch.empty_like(mine), torch.empty_like(mine)
+            carried = mine.new_empty(*mine.shape, self.width) if carries else sums
+            paid = sums if carries else torch.empty_like(mine)
+            given = (mine, theirs, unit, sums, entropy, carried, paid)
+            self._launch(_carry, own, other, given, CARRIES=carries)
+            found.append((sums, carried, paid, entropy))
+        return found
+
+    def _launch(
+        self, kernel: Any, own: Halves, other: Halves, tensors: tuple[Tensor, ...], *more: float, **of: Any
+    ) -> None:
+        (problems, n, d), m = own.high.shape, other.high.shape[1]
+        width = max(16, triton.next_power_of_2(d))
+        largest = self.largest_tile if width <= TILE or has_room(own.high.device) else self.largest_tile // 2
+        rows = min(largest, max(16, triton.next_power_of_2(n)))
+        columns = min(max(16, largest // 2), max(16, triton.next_power_of_2(m)))
+        blocks = triton.cdiv(n, rows)
+        given = (own.high, own.low, other.high, other.low, self.scale, *tensors, n, m, d, blocks, *more)
+        settings = {"PARTS": own.parts, "ROWS": rows, "COLUMNS": columns, "WIDTH": width, **of}
+        launch(kernel, problems * blocks, *given, **settings, num_warps=8 if rows > TILE else 4, num_stages=2)

@@ -54,7 +54,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 def _sinkhorn(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Solved:
     """Potentials f and g, and the number of iterations each problem took."""
     look_every = 1 if problems.x.device.type == "cpu" else LOOK_EVERY
-    g = problems.log_b - problems.beta / problems.epsilon[:, None]  # potential zero
+    g = torch.addcdiv(problems.log_b, problems.beta, problems.epsilon[:, None], value=-1)  # potential zero
     return scores.solve(problems.log_a, problems.log_b, g, max_iterations, tolerance, look_every)
 
 
@@ -79,9 +79,7 @@ def _values(problems: Problems, max_iterations: int, tolerance: float) -> tuple[
     parts = []
     for part, scores in _scored(problems):
         f, g, iterations = _sinkhorn(part, scores, max_iterations, tolerance)
-        rows, columns, product, entropy = cast("StreamedScores", scores).sums(f, g)
-        cost = (rows * part.alpha).sum(-1) + (columns * part.beta).sum(-1) - part.epsilon * product
-        parts.append((cost, cost + part.epsilon * entropy, _marginal_error(rows, columns, part), iterations))
+        parts.append((*cast("StreamedScores", scores).value(f, g, part), iterations))
     return _joined(parts)
 
 

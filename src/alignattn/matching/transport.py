@@ -144,10 +144,9 @@ def _inner_product_form(
     else:
         scale = 1 / math.sqrt(query.shape[-1]) if cost == "sqeuclidean" else 1.0
         # Distances know no origin: around the common mean the products are small, and so is their rounding.
-        origin = sum((t.detach() * w.exp()[..., None]).sum(2, keepdim=True) for t, w in ((query, log_a), (key, log_b)))
+        origin = (_mean(query.detach(), query_mask, log_a) + _mean(key.detach(), key_mask, log_b)) / 2
         limit = torch.finfo(query.dtype).max ** 0.2  # 5e7 in fp32: costs over epsilon, and their gradients, stay finite
-        origin = origin / 2
-        x, y = ((t - origin).mul(scale).clamp(-limit, limit) for t in (query, key))
+        x, y = ((t - origin if scale == 1 else (t - origin) * scale).clamp(-limit, limit) for t in (query, key))
         if query_mask is not None:
             x = x.masked_fill(~query_mask[:, None, :, None], 0.0)
         if key_mask is not None:
@@ -155,6 +154,14 @@ def _inner_product_form(
         alpha, beta = x.square().sum(-1) / 2, y.square().sum(-1) / 2
     x, y, alpha, beta, log_a, log_b = (t.flatten(0, 1) for t in (x, y, alpha, beta, log_a, log_b))
     return Problems(x, y, alpha, beta, log_a, log_b, epsilon=x.new_ones(len(x)))
+
+
+def _mean(
+    tokens: Float[Tensor, "b h n d"], mask: Tensor | None, log_marginal: Float[Tensor, "b h n"]
+) -> Float[Tensor, "b h 1 d"]:
+    if mask is None:
+        return tokens.mean(2, keepdim=True)
+    return (tokens * log_marginal.exp()[..., None]).sum(2, keepdim=True)
 
 
 def _log_uniform(tokens: Float[Tensor, "b h n d"], mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b h n"]:

@@ -2,12 +2,13 @@
 
     half-step:  f_i = log a_i - LSE_j(g_j + s_ij),    s_ij = x_i·y_j / epsilon
     carry:      sum_j pi_ij,  sum_j pi_ij y_j  and  sum_j pi_ij log pi_ij,    pi_ij = exp(f_i + g_j + s_ij)
+    value:      of such sums what a plan costs
 
-Both are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. The half-step
-of columns first sees whether the rows were within the tolerance before the last of theirs: then the problem is done,
-and its programs end as they begin. Exponentials are powers of two, which is what the device has, and potentials their
-exponents from the first half-step to what is carried: where they are large, to convert them would move them. Sums are
-in single precision. Nothing is added atomically: results are the same each time.
+The first two are of rows; columns are the same with x and y exchanged. A program serves some rows of one problem. The
+half-step of columns first sees whether the rows were within the tolerance before the last of theirs: then the problem
+is done, and its programs end as they begin. Exponentials are powers of two, which is what the device has, and
+potentials their exponents from the first half-step to what is carried: where they are large, to convert them would move
+them. Sums are in single precision. Nothing is added atomically: results are the same each time.
 """
 
 import math
@@ -21,6 +22,7 @@ from torch import Tensor
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import Halves, halves, product, read_halves
 from alignattn.matching.kernels.tiles import TILE, has_room, launch
+from alignattn.matching.scores import Problems
 
 LARGEST_TILE = 128  # rows, and half as many columns: of 64 and 128 of each the fastest on an H200
 LEAST = 1e-20  # of a sum, and its inverse the most: beyond, what single precision lost may count
@@ -153,6 +155,42 @@ def _carry(
         tl.store(paid + problem * n + i, cost * back * LN_2, mask=i < n)
 
 
+@triton.jit
+def _value(
+    rows, entropy, paid, columns, alpha, beta, log_a, log_b, epsilon, cost, regularised, error, n, m,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of sums: what a problem's plan costs, and how right they are."""
+    problem = tl.program_id(0).to(tl.int64)
+    scale = tl.load(epsilon + problem)
+    total = tl.zeros([BLOCK], tl.float32)
+    disorder = tl.zeros([BLOCK], tl.float32)
+    worst = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        at = problem * n + i
+        sums = tl.load(rows + at, mask=i < n, other=0.0)
+        total += sums * tl.load(alpha + at, mask=i < n, other=0.0) - scale * tl.load(paid + at, mask=i < n, other=0.0)
+        disorder += tl.load(entropy + at, mask=i < n, other=0.0)
+        worst = tl.maximum(worst, _off(sums, tl.load(log_a + at, mask=i < n, other=float("-inf"))))
+    for start in range(0, m, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        at = problem * m + j
+        sums = tl.load(columns + at, mask=j < m, other=0.0)
+        total += sums * tl.load(beta + at, mask=j < m, other=0.0)
+        worst = tl.maximum(worst, _off(sums, tl.load(log_b + at, mask=j < m, other=float("-inf"))))
+    found = tl.sum(total, 0)
+    tl.store(cost + problem, found)
+    tl.store(regularised + problem, found + scale * tl.sum(disorder, 0))
+    tl.store(error + problem, tl.max(worst, 0) + (found - found))  # the largest of some is never NaN, where one is
+
+
+@triton.jit
+def _off(sums, log_marginal):
+    valid = log_marginal > float("-inf")
+    return tl.where(valid, tl.abs(sums / tl.exp2(tl.where(valid, log_marginal, 0.0) * LOG2_E) - 1.0), 0.0)
+
+
 class StreamedScores:
     """x·y/epsilon of a stack of problems x [p, n, d] and y [p, m, d], and what Sinkhorn takes of it."""
 
@@ -166,8 +204,10 @@ class StreamedScores:
         # are those that came.
         exact = products == EXACT
         self.x, self.y = halves(x, products, to_bits if exact else None), halves(y, products)
-        self.units = self.x.unit / to_bits if exact else self.x.unit, self.y.unit
-        self.scale = self.x.unit * self.y.unit * (1 if exact else to_bits)
+        self.scale = self.x.unit * self.y.unit
+        if not exact:
+            self.scale = self.scale * to_bits
+        self.factor = to_bits if exact else None  # of x
 
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
@@ -190,26 +230,31 @@ class StreamedScores:
 
     def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
         """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
-        (rows, to_keys, _, entropy), (columns, to_queries, _, _) = self._of_plan(f, g, carries=True)
+        f, g = f.contiguous(), g.contiguous()
+        unit = self.x.unit if self.factor is None else self.x.unit / self.factor
+        found = []
+        for own, other, mine, theirs, of in ((self.x, self.y, f, g, self.y.unit), (self.y, self.x, g, f, unit)):
+            sums, entropy = mine.new_empty(2, *mine.shape).unbind()
+            carried = mine.new_empty(*mine.shape, self.width)
+            self._launch(_carry, own, other, (mine, theirs, of, sums, entropy, carried, sums), CARRIES=True)
+            found.append((sums, carried, entropy))
+        (rows, to_keys, entropy), (columns, to_queries, _) = found
         return (rows, to_keys), (columns, to_queries), entropy.sum(-1)
 
-    def sums(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the plan's rows, of its columns, sum pi x·y/epsilon and sum pi log pi."""
-        (rows, _, paid, entropy), (columns, _, _, _) = self._of_plan(f, g, carries=False)
-        return rows, columns, paid.sum(-1), entropy.sum(-1)
-
-    def _of_plan(self, f: Tensor, g: Tensor, *, carries: bool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def value(self, f: Tensor, g: Tensor, problems: Problems) -> tuple[Tensor, Tensor, Tensor]:
+        """Cost of the plan, the same with epsilon times sum pi log pi, and by how much marginals are off at most."""
         f, g = f.contiguous(), g.contiguous()
-        found = []
-        x, y = (self.x, self.units[0]), (self.y, self.units[1])
-        for (own, _), (other, unit), mine, theirs in ((x, y, f, g), (y, x, g, f)):
-            sums, entropy = torch.empty_like(mine), torch.empty_like(mine)
-            carried = mine.new_empty(*mine.shape, self.width) if carries else sums
-            paid = sums if carries else torch.empty_like(mine)
-            given = (mine, theirs, unit, sums, entropy, carried, paid)
-            self._launch(_carry, own, other, given, CARRIES=carries)
-            found.append((sums, carried, paid, entropy))
-        return found
+        rows, columns = f.new_empty(3, *f.shape).unbind(), g.new_empty(3, *g.shape).unbind()
+        for own, other, mine, theirs, (sums, entropy, paid) in (
+            (self.x, self.y, f, g, rows),
+            (self.y, self.x, g, f, columns),
+        ):
+            self._launch(_carry, own, other, (mine, theirs, own.unit, sums, entropy, sums, paid), CARRIES=False)
+        cost, regularised, error = f.new_empty(3, len(f)).unbind()
+        of = [t.contiguous() for t in (problems.alpha, problems.beta, problems.log_a, problems.log_b, problems.epsilon)]
+        given = (*rows, columns[0], *of, cost, regularised, error, f.shape[1], g.shape[1])
+        launch(_value, len(f), *given, BLOCK=1024)
+        return cost, regularised, error
 
     def _launch(
         self, kernel: Any, own: Halves, other: Halves, tensors: tuple[Tensor, ...], *more: float, **of: Any

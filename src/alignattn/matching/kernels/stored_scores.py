@@ -53,9 +53,12 @@ def _score(
 
 
 @triton.jit
-def _read(scores, problem, i, j, n, m):
-    at = (problem * n + i[:, None]) * m + j[None, :]
-    return tl.load(scores + at, mask=(i[:, None] < n) & (j[None, :] < m), other=float("-inf"))
+def _read(scores, problem, i, j, n, m, WHOLE: tl.constexpr):
+    """`WHOLE`: tiles end where the problem does, and nothing is masked."""
+    at = scores + (problem * n + i[:, None]) * m + j[None, :]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=(i[:, None] < n) & (j[None, :] < m), other=float("-inf"))
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def _read_rows(log_a, before, problem, i, n):
 @triton.jit
 def _stable(
     scores, log_a, before, f, across, marginal, problem, iteration, n, m, tolerance,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """An iteration about the largest of each row and column: new g, and how many rows were off."""
     j = tl.arange(0, COLUMNS)
@@ -78,7 +81,7 @@ def _stable(
     off = tl.zeros([ROWS], tl.int32)  # rows that are, by more than the tolerance, or not a number
     for first in range(0, n, ROWS):
         i = first + row
-        score = _read(scores, problem, i, j, n, m)
+        score = _read(scores, problem, i, j, n, m, WHOLE)
         along = score + across[None, :]
         in_row = tl.max(along, 1)
         in_row = tl.where(in_row == float("-inf"), 0.0, in_row)
@@ -102,7 +105,7 @@ def _stable(
 @triton.jit
 def _quick(
     scores, log_a, before, f, across, marginal, problem, iteration, n, m, tolerance, LEAST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The same about the plan of the step before: one exponential of each score, and one sum across threads a tile.
 
@@ -116,13 +119,14 @@ def _quick(
     plan = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows of all tiles, added up
     off = tl.zeros([ROWS], tl.int32)
     lost = tl.zeros([ROWS], tl.int32)
-    upcoming = _read(scores, problem, row, j, n, m)
+    upcoming = _read(scores, problem, row, j, n, m, WHOLE)
     upcoming_marginal, upcoming_old = _read_rows(log_a, before, problem, row, n)
     for first in range(0, n, ROWS):
         i = first + row
         score, own_marginal, old = upcoming, upcoming_marginal, upcoming_old
-        upcoming = _read(scores, problem, i + ROWS, j, n, m)  # while these are worked on
-        upcoming_marginal, upcoming_old = _read_rows(log_a, before, problem, i + ROWS, n)
+        following = tl.where(first + ROWS < n, first + ROWS, 0) + row  # read while these are worked on
+        upcoming = _read(scores, problem, following, j, n, m, WHOLE)
+        upcoming_marginal, upcoming_old = _read_rows(log_a, before, problem, following, n)
         valid = own_marginal > float("-inf")
         along = score + across[None, :]
         shift = old - own_marginal
@@ -145,8 +149,8 @@ def _quick(
 
 @triton.jit
 def _solve(
-    scores, log_a, log_b, start, f, g, iterations, n, m, problems, most_iterations, tolerance, LEAST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    scores, log_a, log_b, start, both, f, g, iterations, n, m, problems, most_iterations, tolerance,
+    LEAST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, COLUMNS)
@@ -156,19 +160,37 @@ def _solve(
     off = 1
     while (iteration < most_iterations) & (off > 0):
         # This f and the one before lie in two buffers, in turns: where this is no step, the one before is the one.
-        new = f + (problem + (iteration % 2) * problems) * n
-        before = f + (problem + ((iteration + 1) % 2) * problems) * n
+        new = both + (problem + (iteration % 2) * problems) * n
+        before = both + (problem + ((iteration + 1) % 2) * problems) * n
         step, off, unknown = _quick(
-            scores, log_a, before, new, across, marginal, problem, iteration, n, m, tolerance, LEAST, ROWS, COLUMNS
+            scores,
+            log_a,
+            before,
+            new,
+            across,
+            marginal,
+            problem,
+            iteration,
+            n,
+            m,
+            tolerance,
+            LEAST,
+            WHOLE,
+            ROWS,
+            COLUMNS,
         )
         if unknown > 0:
             step, off = _stable(
-                scores, log_a, before, new, across, marginal, problem, iteration, n, m, tolerance, ROWS, COLUMNS
+                scores, log_a, before, new, across, marginal, problem, iteration, n, m, tolerance, WHOLE, ROWS, COLUMNS
             )
         off = tl.where(iteration == 0, 1, off)
         across = tl.where(off > 0, step, across)
         iteration += (off > 0).to(tl.int32)
         tl.debug_barrier()  # what is stored is read in the next but by other threads
+    last = both + (problem + ((iteration + 1) % 2) * problems) * n
+    for first in range(0, n, COLUMNS):
+        i = first + tl.arange(0, COLUMNS)
+        tl.store(f + problem * n + i, tl.load(last + i, mask=i < n, other=0.0), mask=i < n)
     tl.store(g + problem * m + j, across, mask=j < m)
     tl.store(iterations + problem, iteration)
 
@@ -192,11 +214,13 @@ class StoredScores(StreamedScores):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Potentials f and g, as powers of two, and the number of iterations each problem took; begins with this g."""
         problems, n, m = self.scores.shape
-        both, found = g.new_empty(2, problems, n), g.new_empty(problems, m)
+        buffers, f, found = g.new_empty(2, problems, n), g.new_empty(problems, n), g.new_empty(problems, m)
         iterations = torch.empty(problems, dtype=torch.int64, device=g.device)
-        given = (log_a.contiguous(), log_b.contiguous(), g.contiguous(), both, found, iterations)
+        given = (log_a.contiguous(), log_b.contiguous(), g.contiguous(), buffers, f, found, iterations)
         columns = max(16, triton.next_power_of_2(m))
         rows = max(1, min(AT_ONCE, HELD // columns, triton.next_power_of_2(n)))
-        settings = {"LEAST": LEAST, "ROWS": rows, "COLUMNS": columns, "num_warps": max(4, rows * columns // A_WARP)}
+        whole = columns == m and n % rows == 0
+        settings = {"LEAST": LEAST, "WHOLE": whole, "ROWS": rows, "COLUMNS": columns}
+        settings["num_warps"] = max(4, rows * columns // A_WARP)
         launch(_solve, problems, self.scores, *given, n, m, problems, max_iterations, tolerance, **settings)
-        return torch.where((iterations % 2 == 1)[:, None], both[0], both[1]), found, iterations
+        return f, found, iterations

@@ -33,8 +33,9 @@ def test_every_target_gets_its_own_gradient_times_its_own_factor(monkeypatch, dt
         targets.append(torch.zeros_like(alone, requires_grad=True))
         handed.to(targets[-1], gradient, factor)
         expected.append((alone.double() * float(factor) * 1024).to(alone.dtype))
-    term = handed.term(torch.tensor(3.0))
+    term = handed.term(torch.tensor(1.5), torch.tensor([0.5, 1.5]))
     assert term == 3.0
+    term += 1  # who is given it may write to it
     (1024 * term).backward()
     for target, one in zip(targets, expected, strict=True):
         torch.testing.assert_close(target.grad, one)

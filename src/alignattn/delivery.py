@@ -121,12 +121,12 @@ class Delivery:
                 lambda outer: meet(at_least_single(gradient) * (outer / scale).to(gradient.device), weight, source)
             )
 
-    def term(self, value: Tensor) -> Tensor:
-        """This value, whose backward hands out the gradients."""
+    def term(self, weight: Weight, values: Tensor) -> Tensor:
+        """The weighted sum of these values, whose backward hands out the gradients."""
         wholes, factors = [w for _, w, _ in self._wholes.values()], [f for _, _, f in self._wholes.values()]
         met = [(self._wholes[key][0] if key in self._wholes else None, one) for key, (_, one) in self._met.items()]
         looks = met, self._told
-        term: Tensor = _Deliver.apply(value.detach(), wholes, factors, self._places, looks, self.leases, *self._targets)
+        term: Tensor = _Deliver.apply(weight, values, wholes, factors, self._places, looks, self.leases, *self._targets)
         return term
 
 
@@ -165,7 +165,8 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        value: Tensor,
+        weight: Weight,
+        values: Tensor,
         wholes: list[Tensor],
         factors: list[Weight],  # of each whole
         places: list[tuple[int, int | None]],  # of each target: which whole, and where in it
@@ -175,7 +176,7 @@ class _Deliver(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(*wholes)  # freed by the backward, however long the loss is kept
         ctx.factors, ctx.places, ctx.looks, ctx.leases = factors, places, looks, leases
-        return value.clone()
+        return weight * values.sum()
 
     @staticmethod
     @once_differentiable
@@ -190,7 +191,7 @@ class _Deliver(torch.autograd.Function):
         if not _comes_again():
             ctx.leases.clear()
         handed = (scaled[which] if at is None else scaled[which][at] for which, at in ctx.places)
-        return None, None, None, None, None, None, *handed
+        return *[None] * 7, *handed
 
 
 def _comes_again() -> bool:

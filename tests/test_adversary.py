@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import alignattn
 from alignattn.adversary import Adversary, _averaged
@@ -61,6 +62,102 @@ def test_adam_of_ones_own_takes_the_same_steps(encoder):
     ours.state_dict()  # takes the step that is due
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def trained(kind, *, steps=range(6), state=None, each=lambda optimizer, step: None):
+    """A small network's steps: by the adversary, or by torch's own Adam and its `step`."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    adversary = Adversary(network, rate=0.1, betas=(0.5, 0.99))
+    adversary.take_on()
+    if state is not None:
+        network.load_state_dict(state[0])
+        adversary.load_state_dict(copy.deepcopy(state[1]))
+    optimizer = adversary.optimizer
+    for step in steps:
+        each(optimizer, step)
+        for batch in range(1 + step % 2):  # some updates are of two batches
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * step + batch))
+            loss = network[0](x).square().sum() if step == 4 else network(x).square().sum()  # without the last layer
+            (loss * (float("inf") if step == 2 else 1.0)).backward()
+        adversary.due = True
+        if kind == "adversary":
+            adversary.step()
+        else:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters()]
+            for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.found_inf = torch.tensor(float(not all(bool(g.isfinite().all()) for g in gradients)))
+            optimizer.step()
+            optimizer.zero_grad()
+            adversary.due = False
+    return network.state_dict(), adversary.state_dict()
+
+
+def assert_same_steps(one, other):
+    assert same(one[0].values(), other[0].values())
+    for index, values in other[1]["moments"].items():
+        assert one[1]["moments"][index].keys() == values.keys()
+        assert same(one[1]["moments"][index].values(), values.values())
+
+
+def test_steps_are_those_of_the_optimizer_to_the_last_bit(monkeypatch):
+    """Accumulated batches, one that is not finite, a layer without a gradient, another rate, and from a saved state."""
+    plain = torch.optim.Adam.step
+    calls = []
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self: (calls.append(1), plain(self))[1])
+
+    def each(optimizer, step):
+        optimizer.param_groups[0] |= {"lr": 0.1 / (1 + step), "weight_decay": 0.01 * (step == 3)}
+
+    ours = trained("adversary", each=each)
+    assert len(calls) == 1  # the first, which makes the state
+    assert_same_steps(ours, trained("torch", each=each))
+    first = trained("torch", steps=range(3), each=each)
+    calls.clear()
+    again = trained("adversary", steps=range(3, 6), state=first, each=each)
+    assert not calls
+    assert_same_steps(ours, again)
+
+
+@pytest.mark.parametrize("who", ["global before", "global after", "before", "after", "scheduler", "other settings"])
+def test_whoever_waits_for_the_adversarys_step_is_told_of_each(who):
+    """And an optimizer that was given other settings goes by them."""
+    seen, handles, optimizers = [], [], []
+
+    def listen(*_):
+        seen.append(1)
+
+    def each(optimizer, step):
+        optimizers.append(optimizer)
+        optimizer._opt_called = False  # as a scheduler notes it
+        if step or handles:
+            return
+        if who == "global before":
+            handles.append(register_optimizer_step_pre_hook(listen))
+        elif who == "global after":
+            handles.append(register_optimizer_step_post_hook(listen))
+        elif who == "before":
+            handles.append(optimizer.register_step_pre_hook(listen))
+        elif who == "after":
+            handles.append(optimizer.register_step_post_hook(listen))
+        elif who == "scheduler":
+            torch.optim.lr_scheduler.StepLR(optimizer, 100)  # counts the calls of `step`
+        else:
+            optimizer.param_groups[0]["amsgrad"] = True
+
+    try:
+        ours = trained("adversary", each=each)
+        if who in ("global before", "global after", "before", "after"):
+            assert len(seen) == 6
+        elif who == "scheduler":
+            assert optimizers[0]._opt_called
+    finally:
+        for handle in handles:
+            handle.remove()
+    handles.clear()
+    if who == "other settings":
+        assert_same_steps(ours, trained("torch", each=each))
 
 
 def test_weight_scales_the_model_and_not_the_adversary(encoder):

@@ -53,7 +53,7 @@ ALLOWED = {
     "functional": {"matching", "metrics"},
     "config": {"matching"},
     "finite": set(),
-    "adversary": set(),
+    "adversary": {"updates"},
     "apart": set(),
     "ahead": {"apart", "capture"},
     "objective": {

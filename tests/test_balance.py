@@ -439,6 +439,28 @@ def test_auto_chooses_in_half_precision_what_it_chooses_in_single(spread):
     assert chosen[1] == pytest.approx(chosen[0], rel=1e-2) and chosen[0] > 0
 
 
+def test_however_many_batches_an_update_has_little_of_them_is_kept(still, batch):
+    alignment = alignattn.align(still, "mmd", weight=0.1)
+    kept = []
+    for _ in range(4):
+        still(**batch).loss.backward()
+        auto = alignment._strength.balance
+        kept.append((len(auto._aligned), len(auto._task)))
+    assert kept == [(6, 6)] * 4  # queries and keys of three layers
+
+
+def test_the_share_is_of_tokens_that_the_backward_came_to(still, batch):
+    """Who asks for the gradient of one layer's keys alone gets no other hook called."""
+    alignment = alignattn.align(still, "mmd", weight=0.1, add_to_outputs=False)
+    records = []
+    keep = alignment._tap._watch
+    alignment._tap._watch = lambda record: (records.append(record), keep(record))
+    task = still(**batch).loss
+    (task + alignment.loss()).backward(inputs=[records[-1].key])
+    auto = alignment._strength.balance
+    assert (len(auto._aligned), len(auto._task)) == (1, 1)
+
+
 def test_processes_that_watched_nothing_have_no_share(monkeypatch, tmp_path):
     """As in compiled code: zeros over zeros, from everyone, would stand in the logs as NaN."""
     monkeypatch.setattr("alignattn.balance.several", lambda: True)
@@ -447,8 +469,8 @@ def test_processes_that_watched_nothing_have_no_share(monkeypatch, tmp_path):
         balance = Balance()
         assert balance.settle(0.3, 10, device=torch.device("cpu")) is None
         tokens = torch.ones(1, 1, 2, 3, requires_grad=True)
-        tell = balance.watch(tokens, None, torch.full_like(tokens, 2.0), 0.5, scale=1.0, through=True)
-        tell(torch.ones(()))
+        meet = balance.expect(tokens, None, through=True)
+        meet(torch.full_like(tokens, 2.0), 0.5, None)
         tokens.backward(torch.full_like(tokens, 5.0))  # one of it alignment's: 0.5 times 2
         assert balance.settle(0.5, 20, device=torch.device("cpu")) == pytest.approx(0.25)
         assert balance.settle(0.5, 30, device=torch.device("cpu")) is None

@@ -9,6 +9,7 @@ import torch
 import alignattn
 from alignattn import stacks
 from alignattn.bench.memory import peak
+from alignattn.devices import Arriving
 from alignattn.errors import NonFiniteError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -271,3 +272,12 @@ def test_memory_that_a_record_works_in_is_counted():
 
     assert 15e6 < peak(call, torch.device("cuda"), settling=3) < 60e6
     assert peak(call, torch.device("cuda"), settling=3) < 1e6  # is there already
+
+
+def test_numbers_arrive_as_they_were_when_they_were_sent():
+    """Whatever is written over them since, as a record's next replay does; and copies of them can be made."""
+    values = torch.arange(5.0, device="cuda")
+    arriving = Arriving(values)
+    values.zero_()
+    assert copy.deepcopy(arriving).values().tolist() == arriving.values().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert arriving.are_here() and not arriving.values().is_cuda

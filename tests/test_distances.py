@@ -62,6 +62,22 @@ def test_it_is_the_mmd_of_each_head_smoothed_over_looks():
     torch.testing.assert_close(torch.stack([state[f"{name}/3"] for name in NAMES]), by_hand, rtol=1e-4, atol=1e-5)
 
 
+def test_a_layer_that_comes_later_begins_with_what_is_seen_of_it_then():
+    """Beside one that is smoothed, and one with another number of heads; what is no number changes nothing known."""
+    seen = Distances()
+    seen.load_state_dict({"first/2": torch.tensor([1.0, 2.0]), "third/2": torch.tensor([3.0, float("nan")])})
+    seen._now = {
+        "first/2": [torch.tensor([3.0, float("nan")])],
+        "second/2": [torch.tensor([5.0, float("inf")])],
+        "third/2": [torch.tensor([5.0, 7.0])],
+        "fourth/1": [torch.tensor([4.0]), torch.tensor([6.0])],
+    }
+    seen._tokens = [torch.tensor(9.0)]
+    seen.settle()
+    found = {name: row.tolist() for name, row in seen.state_dict().items()}
+    assert found == {"first/2": [2.0, 2.0], "second/2": [5.0, float("inf")], "third/2": [4.0, 7.0], "fourth/1": [5.0]}
+
+
 def test_heads_that_have_met_are_left_alone_and_others_are_not():
     seen = Distances()
     assert seen.acting(NAMES, 2, torch.device("cpu")) is None and seen.settle() is None

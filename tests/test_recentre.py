@@ -9,6 +9,7 @@ from torch import nn
 
 import alignattn
 from alignattn.capture import Tap
+from alignattn.capture.keybias import KeyBias, shift_each
 
 transformers = pytest.importorskip("transformers", reason="pip install 'alignattn[hf]'")
 
@@ -209,6 +210,50 @@ def test_a_batch_that_is_not_finite_shifts_nothing():
     recentring.watch([""], tokens + 1, tokens, mask, mask)
     recentring.close(first=True)
     torch.testing.assert_close(model.k.bias, before + 1)
+
+
+def test_layers_that_come_in_other_companies_are_each_shifted_by_their_own_mean():
+    """Batches of one update may be stacked in different ways."""
+    model = still_bert().train()
+    recentring = alignattn.align(model, "mmd")._terms.recentring
+    names = list(recentring.biases)
+    recentring.blind = dict.fromkeys(names, True)
+    before = [bias.parameter.detach().clone() for bias in recentring.biases.values()]
+    numbers = torch.Generator().manual_seed(0)
+    sides = [torch.randn(2, samples, 4, 5, 8, generator=numbers) for samples in (3, 3, 2, 2, 4, 4)]  # (l, b, h, n, d)
+    recentring.watch(names, *sides[:2], None, None)
+    recentring.watch(names[::-1], *sides[2:4], None, None)
+    recentring.watch(names, *sides[4:], None, None)
+    recentring.close(first=True)
+    for layer, bias in enumerate(recentring.biases.values()):
+        means = [
+            torch.cat([sides[side][layer], sides[2 + side][1 - layer], sides[4 + side][layer]]).mean((0, 2)).flatten()
+            for side in range(2)
+        ]
+        torch.testing.assert_close(bias.parameter.detach(), before[layer] + means[0] - means[1], rtol=1e-4, atol=1e-5)
+
+
+def test_biases_are_shifted_together_as_one_by_one():
+    owners = [nn.Linear(4, size) for size in (6, 10, 6, 6)]
+    owners[2].bias.requires_grad = False
+    shared = nn.Module()
+    shared.bias = owners[0].bias
+    biases = [
+        KeyBias(owner, "bias", start, 6, None) for owner, start in zip(owners, (0, 3, 0, 0), strict=True)
+    ]  # the second lies among others
+    by = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    for some in (biases, [*biases, KeyBias(shared, "bias", 0, 6, None)]):
+        before = [owner.bias.detach().clone() for owner in owners]
+        versions = [owner.bias._version for owner in owners]
+        shift_each(some, by[: len(some)])
+        twice = by[4] if len(some) == 5 else 0.0
+        assert torch.equal(owners[0].bias, before[0] + by[0] + twice)
+        assert torch.equal(owners[1].bias[3:9], before[1][3:9] + by[1])
+        assert torch.equal(owners[1].bias[[0, 1, 2, 9]], before[1][[0, 1, 2, 9]])
+        assert torch.equal(owners[2].bias, before[2])
+        assert torch.equal(owners[3].bias, before[3] + by[3])
+        written = [owner.bias._version > version for owner, version in zip(owners, versions, strict=True)]
+        assert written == [True, True, False, True]  # as autograd and updates.py go by
 
 
 def test_what_we_shift_ourselves_ends_no_update_of_several_batches():

@@ -352,10 +352,10 @@ class Alignment:
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
         parts = on_one_device(list(self.parts.values()), torch.stack)
-        of_layers = parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted
-        whole = weight * of_layers
-        values = torch.cat([torch.stack([whole, torch.ones_like(whole) * weight]), parts])
-        self.meter.add(_figures_of(self.parts), values)
+        whole = weight * (parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted)
+        if not (isinstance(weight, Tensor) and weight.device == parts.device):
+            weight = torch.ones_like(whole) * weight
+        self.meter.add(_figures_of(self.parts), torch.cat([torch.stack([whole, weight]), parts]))
 
     def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A loss function with the term added, for a host that computes the loss outside the model.

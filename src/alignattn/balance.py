@@ -34,6 +34,8 @@ STATE = ("weight", "fair_weight")
 
 Weight = float | Tensor  # a tensor where it changes and must neither be waited for nor be compiled for
 Meet = Callable[[Tensor, Weight, Source | None], None]  # told alignment's gradient, without its weight
+# Told its norm, without its weight, and the gradient as it is handed on, where it goes through the tokens themselves.
+MeetHanded = Callable[[Tensor, Tensor | None], None]
 
 
 class Balance:
@@ -49,75 +51,67 @@ class Balance:
         self.paused = False  # gradients that come by are on their way to projections, and not the task's
         self._watches = False  # anything in the update under way
         self._squares: Tensor | None = None  # [2]: of alignment's gradient without its weight, of the task's
+        # Norms of parts of either, since the last backward: added up together, as a device waits for Python.
+        self._aligned: list[Tensor] = []
+        self._task: list[Tensor] = []
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
         self._meetings: dict[tuple[int, int], list[tuple[Tensor, Weight]]] = {}
         self._handles: list[RemovableHandle] = []
-
-    def watch(
-        self,
-        tokens: Tensor,
-        source: Source | None,
-        gradient: Tensor,
-        weight: Weight,
-        *,
-        scale: float,
-        through: bool,
-    ) -> Callable[[Tensor], None] | None:
-        """Alignment's gradient of these tokens is known, times `scale`; `through`: it also goes through them, weighed.
-
-        What is returned must be called when it is handed on, with the factor that the whole loss got on the way: a
-        scaler's, say. What alignment in later layers does to these tokens, through what they give to them, counts as
-        the task's.
-        """
-        meet = self.expect(tokens, source, through=through)
-        if meet is None:
-            return None
-
-        def tell(factor: Tensor) -> None:
-            """In fp16 it vanishes without the scale and a scaler's factor."""
-            meet(at_least_single(gradient) * (factor / scale).to(gradient.device), weight, source)
-
-        return tell
 
     def expect(self, tokens: Tensor, source: Source | None, *, through: bool) -> Meet | None:
         """Alignment's gradient of these tokens will be known when it is handed on; None: it need not be told.
 
         What is returned must then be called with it, its weight, and where copies came from. Of tokens and source
-        nothing is kept until then: who computes them again in the backward keeps none either.
+        nothing is kept until then: who computes them again in the backward keeps none either. What alignment in later
+        layers does to these tokens, through what they give to them, counts as the task's.
         """
-        if not tokens.requires_grad or (source is not None) != self.at_weights:
+        if source is None:
+            meet = self.expect_handed(tokens, through=through)
+            return None if meet is None else lambda gradient, weight, _: meet(_norm(gradient), gradient * weight)
+        if not self._sees(tokens, at_weights=True):
             return None
-        if is_compiled_output(tokens):  # the task's gradient does not come by there
-            if self.target is not None:
-                self.weight = torch.full((), self.unseen(), device="cpu")
+        met = self._meeting(source.weight, source.start)
+
+        def at_weights(gradient: Tensor, weight: Weight, of: Source | None) -> None:
+            assert of is not None
+            met.append((of.gradient(gradient), weight))
+
+        return at_weights
+
+    def expect_handed(self, tokens: Tensor, *, through: bool) -> MeetHanded | None:
+        """The same, of tokens that are no copies; `through`: alignment's gradient goes through them, weighed."""
+        if not self._sees(tokens, at_weights=False):
             return None
-        self._watches = True
-        if source is not None:
-            met = self._meeting(source.weight, source.start)
-
-            def at_weights(gradient: Tensor, weight: Weight, of: Source | None) -> None:
-                assert of is not None
-                met.append((of.gradient(gradient), weight))
-
-            return at_weights
         if not through:
-            nothing = torch.zeros((), device=tokens.device)
 
             def of_task(total: Tensor | None) -> None:
                 if total is not None and not self.paused:
-                    self._add(nothing, _square(total))
+                    self._task.append(_norm(total))
 
             tokens.register_hook(of_task)
-            return lambda gradient, *_: self._add(_square(gradient), nothing)
-        own: list[tuple[Tensor, Weight]] = []
+            return lambda norm, _: self._aligned.append(norm)
+        own: list[tuple[Tensor, Tensor | None]] = []
 
         def both(total: Tensor | None) -> None:
             if own and total is not None:
-                aligned, weight = own.pop()
-                self._add(_square(aligned), _square(total - aligned * weight))
+                norm, handed = own.pop()
+                self._aligned.append(norm)
+                self._task.append(_norm(total, without=handed))
 
         tokens.register_hook(both)
-        return lambda gradient, weight, _: own.append((gradient, weight))
+        return lambda norm, handed: own.append((norm, handed))
+
+    def _sees(self, tokens: Tensor, *, at_weights: bool) -> bool:
+        """Whether both gradients come by at these tokens, or at the weights that copies were made with."""
+        if not tokens.requires_grad or at_weights != self.at_weights:
+            return False
+        if is_compiled_output(tokens):  # the task's gradient does not come by there
+            if self.target is not None:
+                self.weight = torch.full((), self.unseen(), device="cpu")
+            return False
+        self._add_up()  # what a backward before this forward has left
+        self._watches = True
+        return True
 
     def _meeting(self, weights: Tensor, start: int) -> list[tuple[Tensor, Weight]]:
         """Where to put what alignment gives to some rows of a weight, before they get their whole gradient.
@@ -134,7 +128,8 @@ class Balance:
                     gradient = torch.stack([part for part, _ in parts]).sum(0)
                     parts.clear()
                     total = total[start : start + len(gradient)].float()
-                    self._add(_square(gradient), _square(total - gradient * weight))
+                    self._aligned.append(_norm(gradient))
+                    self._task.append(_norm(total, without=gradient * weight))
 
             if weights.requires_grad:
                 self._handles.append(weights.register_hook(both))
@@ -153,12 +148,22 @@ class Balance:
             handle.remove()
         self._handles.clear()
         self._meetings.clear()
+        self._aligned.clear()
+        self._task.clear()
         self._squares, self._watches = None, False
 
     @torch.no_grad()
-    def _add(self, aligned: Tensor, task: Tensor) -> None:
-        squares = torch.stack([aligned, task])
-        self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
+    def _add_up(self) -> None:
+        """The squares of all norms so far."""
+        norms, count = [*self._aligned, *self._task], len(self._aligned)
+        if not norms:
+            return
+        self._aligned.clear()
+        self._task.clear()
+        device = norms[0].device if self._squares is None else self._squares.device
+        squares = torch.stack([norm.to(device) for norm in norms]).float().square()
+        both = torch.stack([squares[:count].sum(), squares[count:].sum()])
+        self._squares = both if self._squares is None else self._squares + both
 
     @torch.no_grad()
     def settle(self, weight: Weight, updates: int, *, device: torch.device | None) -> Tensor | None:
@@ -166,6 +171,7 @@ class Balance:
 
         Every process must call this together.
         """
+        self._add_up()
         squares, watched = self._squares, self._watches
         self.forget()
         if several():
@@ -209,9 +215,23 @@ def at_least_single(gradient: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _square(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-    return norm.float().square()
+def _norm(gradient: Tensor, without: Tensor | None = None) -> Tensor:
+    """Of a gradient, or of what is left of it without another; summed in single precision at least."""
+    left = gradient if without is None else gradient - without
+    norm: Tensor = torch.linalg.vector_norm(left, dtype=_summed_in(left))
+    return norm
+
+
+@torch.no_grad()
+def norms(gradients: Tensor) -> Tensor:
+    """Of each of many, [l, ...]; all at once."""
+    each = tuple(range(1, gradients.ndim))
+    found: Tensor = torch.linalg.vector_norm(gradients, dim=each, dtype=_summed_in(gradients))
+    return found
+
+
+def _summed_in(gradient: Tensor) -> torch.dtype:
+    return torch.float64 if gradient.dtype == torch.float64 else torch.float32
 
 
 COMPILED = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.balance import Balance, Weight, at_least_single
-from alignattn.capture import Projected, QueryKey
+from alignattn.balance import Balance, MeetHanded, Weight, at_least_single, norms
+from alignattn.capture import Projected, QueryKey, Source
 from alignattn.capture.hook import is_compiled_output
 from alignattn.capture.standin import stand_in
 from alignattn.errors import CaptureError
@@ -42,19 +42,38 @@ class Slice:
         return self.whole[self.at]
 
 
+class _Met:
+    """Who looks at gradients that were computed together, times `scale`."""
+
+    def __init__(self, whole: Tensor, scale: float) -> None:
+        self.norms = norms(whole) / scale
+        self.meets: list[tuple[int, MeetHanded]] = []  # each with which of them it looks at
+
+    def tell(self, outer: Tensor, handed: Sequence[Tensor] | None) -> None:
+        """They are handed on, themselves or further back, with the factor that the whole loss got."""
+        known = (self.norms * outer.to(self.norms.device)).unbind()
+        for at, meet in self.meets:
+            meet(known[at], None if handed is None else handed[at])
+
+
 class Delivery:
     """Gathers targets and what they are to be handed; `term` gives a number whose backward does so."""
 
     def __init__(self) -> None:
         self.leases: list[Lease] = []  # of gradients that are lent until they are handed on
-        self._handed: list[tuple[Tensor, Slice, Weight]] = []
-        # What looks at gradients, and wants the factor that the whole loss got.
-        self.told: list[Callable[[Tensor], None]] = []
+        self._targets: list[Tensor] = []
+        self._places: list[tuple[int, int | None]] = []  # of each target: which whole, and where in it
+        self._wholes: dict[int, tuple[int, Tensor, Weight]] = {}  # by id: their number, and the factor of each
+        self._met: dict[int, tuple[Tensor, _Met]] = {}  # by id too
+        self._told: list[Callable[[Tensor], None]] = []  # told the factor that the whole loss got
 
     def to(self, target: Tensor, gradient: Tensor | Slice, factor: Weight) -> None:
         """`target` is to get `factor` times the gradient. Factors that are one object are multiplied with once."""
-        one = gradient if isinstance(gradient, Slice) else Slice(gradient[None], 0)
-        self._handed.append((target, one, factor))
+        whole, at = (gradient.whole, gradient.at) if isinstance(gradient, Slice) else (gradient, None)
+        number, _, kept = self._wholes.setdefault(id(whole), (len(self._wholes), whole, factor))
+        assert kept is factor
+        self._targets.append(target)
+        self._places.append((number, at))
 
     def to_tokens(
         self,
@@ -81,21 +100,33 @@ class Delivery:
         if balance is None:
             return
         for tokens, source, gradient in sides:  # from here on: the way back, above, calls hooks too
-            if gradient is not None:
-                tell = balance.watch(tokens, source, gradient.alone(), weight, scale=scale, through=through)
-                self.told += [] if tell is None else [tell]
+            if gradient is not None and source is not None:
+                self._watch_copies(tokens, source, gradient.alone(), weight, scale=scale, balance=balance)
+            elif gradient is not None:
+                self._watch(gradient, balance.expect_handed(tokens, through=through), scale=scale)
 
-    def term(self, value: Tensor) -> Tensor:
-        """This value, whose backward hands out the gradients."""
-        wholes: dict[int, tuple[Tensor, Weight]] = {}
-        for _, one, factor in self._handed:
-            _, kept = wholes.setdefault(id(one.whole), (one.whole, factor))
-            assert kept is factor
-        order = list(wholes)
-        places = [(order.index(id(one.whole)), one.at) for _, one, _ in self._handed]
-        targets = [target for target, _, _ in self._handed]
-        gradients, factors = [w for w, _ in wholes.values()], [f for _, f in wholes.values()]
-        term: Tensor = _Deliver.apply(value.detach(), gradients, factors, places, self.told, self.leases, *targets)
+    def _watch(self, gradient: Slice, meet: MeetHanded | None, *, scale: float) -> None:
+        whole = gradient.whole
+        if meet is not None:
+            if id(whole) not in self._met:
+                self._met[id(whole)] = whole, _Met(whole, scale)
+            self._met[id(whole)][1].meets.append((gradient.at, meet))
+
+    def _watch_copies(
+        self, tokens: Tensor, source: Source, gradient: Tensor, weight: Weight, *, scale: float, balance: Balance
+    ) -> None:
+        meet = balance.expect(tokens, source, through=False)
+        if meet is not None:  # in fp16 a gradient vanishes without the scale and a scaler's factor
+            self._told.append(
+                lambda outer: meet(at_least_single(gradient) * (outer / scale).to(gradient.device), weight, source)
+            )
+
+    def term(self, weight: Weight, values: Tensor) -> Tensor:
+        """The weighted sum of these values, whose backward hands out the gradients."""
+        wholes, factors = [w for _, w, _ in self._wholes.values()], [f for _, _, f in self._wholes.values()]
+        met = [(self._wholes[key][0] if key in self._wholes else None, one) for key, (_, one) in self._met.items()]
+        looks = met, self._told
+        term: Tensor = _Deliver.apply(weight, values, wholes, factors, self._places, looks, self.leases, *self._targets)
         return term
 
 
@@ -134,34 +165,33 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        value: Tensor,
+        weight: Weight,
+        values: Tensor,
         wholes: list[Tensor],
         factors: list[Weight],  # of each whole
-        places: list[tuple[int, int]],  # of each target: which whole, and where in it
-        told: list[Callable[[Tensor], None]],
+        places: list[tuple[int, int | None]],  # of each target: which whole, and where in it
+        looks: tuple[list[tuple[int | None, _Met]], list[Callable[[Tensor], None]]],
         leases: list[Lease],
         *targets: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*wholes)  # freed by the backward, however long the loss is kept
-        ctx.factors, ctx.places, ctx.told, ctx.leases = factors, places, told, leases
-        return value.clone()
+        ctx.factors, ctx.places, ctx.looks, ctx.leases = factors, places, looks, leases
+        return weight * values.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        for tell in ctx.told:
+        cut = {which for which, at in ctx.places if at is not None}
+        scaled = _scaled(ctx.saved_tensors, ctx.factors, outer[0], cut)
+        (met, told), ctx.looks = ctx.looks, ((), ())
+        for tell in told:
             tell(outer[0])
-        ctx.told = []
-        products: dict[tuple[int, torch.device], Tensor] = {}
-        scaled = []
-        for whole, factor in zip(ctx.saved_tensors, ctx.factors, strict=True):
-            kind = id(factor), whole.device
-            if kind not in products:
-                products[kind] = (outer[0] * factor).to(whole.device)
-            scaled.append(_scaled(whole, products[kind]))
+        for which, one in met:
+            one.tell(outer[0], None if which is None else scaled[which])
         if not _comes_again():
             ctx.leases.clear()
-        return None, None, None, None, None, None, *(scaled[which][at] for which, at in ctx.places)
+        handed = (scaled[which] if at is None else scaled[which][at] for which, at in ctx.places)
+        return *[None] * 7, *handed
 
 
 def _comes_again() -> bool:
@@ -169,17 +199,42 @@ def _comes_again() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _scaled(whole: Tensor, by: Tensor) -> Sequence[Tensor]:
+def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut: set[int]) -> list[Any]:
+    """Each whole times its factor and `outer`, all of one kind at once; those that are `cut`, as their parts."""
+    kinds: dict[Any, list[int]] = {}
+    for number, (whole, factor) in enumerate(zip(wholes, factors, strict=True)):
+        kinds.setdefault((id(factor), whole.device, whole.dtype), []).append(number)
+    scaled: list[Any] = [None] * len(wholes)
+    for (_, device, dtype), numbers in kinds.items():
+        by = (outer * factors[numbers[0]]).to(device)
+        if dtype in (torch.float32, torch.float64):
+            products = torch._foreach_mul([wholes[number] for number in numbers], by)
+            for number, product in zip(numbers, products, strict=True):
+                scaled[number] = product.unbind() if number in cut else product
+        else:
+            for number in numbers:
+                scaled[number] = (_short_parts if number in cut else _short)(wholes[number], by)
+    return scaled
+
+
+def _short_parts(whole: Tensor, by: Tensor) -> Sequence[Tensor]:
     """At once; or, where copies in single precision would take much memory, one after the other."""
-    if whole.dtype in (torch.float32, torch.float64):
-        return (whole * by).unbind()
-    if kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT):
+    if whole.numel() <= LARGEST or _has_kernel(whole):
+        return _short(whole, by).unbind()
+    return [_short(part, by) for part in whole.unbind()]
+
+
+def _short(whole: Tensor, by: Tensor) -> Tensor:
+    """Of half precision, multiplied in single."""
+    if _has_kernel(whole):
         from alignattn.matching.kernels.times import times
 
-        return times(whole, by).unbind()
-    if whole.numel() <= LARGEST:
-        return (at_least_single(whole) * by).to(whole.dtype).unbind()
-    return [(at_least_single(part) * by).to(whole.dtype) for part in whole.unbind()]
+        return times(whole, by)
+    return (at_least_single(whole) * by).to(whole.dtype)
+
+
+def _has_kernel(whole: Tensor) -> bool:
+    return whole.ndim > 0 and kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -8,7 +8,7 @@ own key, and the task was seen to suffer: with `until_met` it gets no gradient u
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,10 @@ class Distances:
         found = mmd(some[0], some[1], bandwidth="mean", query_mask=masks[0], key_mask=masks[1])
         for name, of_layer in zip(names, found.unflatten(0, (len(names), -1)).mean(1).unbind(), strict=True):
             self._now.setdefault(_key(name, len(of_layer)), []).append(of_layer)
-        everything = torch.ones(some[0].shape[0], some[0].shape[2], device=query.device)
-        self._tokens.append((everything if masks[0] is None else masks[0]).float().sum(-1).mean())
+        if masks[0] is None:
+            self._tokens.append(torch.full((), float(some[0].shape[2]), device=query.device))
+        else:
+            self._tokens.append(masks[0].sum(-1, dtype=torch.float32).mean())
 
     @torch.no_grad()
     def settle(self, device: torch.device | None = None) -> Seen | None:
@@ -61,18 +63,26 @@ class Distances:
         now, tokens = self._now, self._tokens
         self._now, self._tokens, self._factors = {}, [], {}
         device = tokens[0].device if tokens else device
-        means = {name: torch.stack([part.to(device) for part in parts]).mean(0) for name, parts in now.items()}
-        for name, mean in self._over_processes(means, device).items():
-            before = self._smoothed.get(name)
-            if before is not None and before.shape == mean.shape:
-                before = before.to(mean.device)
-                both = torch.where(before.isfinite(), MEMORY * before + (1 - MEMORY) * mean, mean)
-                mean = torch.where(mean.isfinite(), both, before)
-            self._smoothed[name] = mean
+        means = {name: _mean([part.to(device) for part in parts]) for name, parts in now.items()}
+        self._smooth(self._over_processes(means, device))
         if not means:
             return None
-        whole = torch.cat([mean.reshape(-1) for mean in means.values()]).mean()
-        return Seen(whole, torch.stack([count.to(device) for count in tokens]).mean())
+        return Seen(torch.cat(list(means.values())).mean(), _mean([count.to(device) for count in tokens]))
+
+    def _smooth(self, means: dict[str, Tensor]) -> None:
+        """Over looks, [heads] each; those of as many heads at once."""
+        alike: dict[Any, list[str]] = {}
+        for name, mean in means.items():
+            alike.setdefault((mean.shape, mean.device), []).append(name)
+        for (shape, device), names in alike.items():
+            rows = []
+            for name in names:
+                known = self._smoothed.get(name)
+                rows.append(means[name] if known is None or known.shape != shape else known.to(device))
+            now = torch.stack([means[name] for name in names])
+            before = torch.stack(rows)
+            both = torch.where(before.isfinite(), MEMORY * before + (1 - MEMORY) * now, now)
+            self._smoothed |= zip(names, torch.where(now.isfinite(), both, before).unbind(), strict=True)
 
     def _over_processes(self, means: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
         """Means over the processes that saw a layer, NaN if none did. What came later stays one's own."""
@@ -113,6 +123,10 @@ class Distances:
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Continue from what state_dict() gave."""
         self._smoothed, self._factors = dict(saved), {}
+
+
+def _mean(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
 
 
 def _spaced(tokens: Tensor, axis: int) -> Tensor:

@@ -1,26 +1,19 @@
 """NaN and infinity in queries and keys: found, and the layer named, without waiting for the device at every step."""
 
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from alignattn.devices import Arriving
 from alignattn.errors import NonFiniteError
-
-
-@dataclass
-class _Pending:
-    names: list[str]
-    finite: Tensor
-    arrived: torch.cuda.Event
 
 
 class FiniteCheck:
     """On a CPU the answer is there at once; an accelerator's is copied over and looked at when it has arrived."""
 
     def __init__(self) -> None:
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[list[str], Arriving]] = deque()
 
     @torch.no_grad()
     def watch(
@@ -34,17 +27,13 @@ class FiniteCheck:
         if not finite.is_cuda:
             _raise_for(names, finite)
             return
-        copy = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
-        copy.copy_(finite, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending.append(_Pending(names, copy, arrived))
+        self._pending.append((names, Arriving(finite)))
 
     def look(self) -> None:
         """Raise for what has arrived since."""
-        while self._pending and self._pending[0].arrived.query():
-            pending = self._pending.popleft()
-            _raise_for(pending.names, pending.finite)
+        while self._pending and self._pending[0][1].are_here():
+            names, finite = self._pending.popleft()
+            _raise_for(names, finite.values())
 
 
 def finite_layers(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from alignattn.devices import Arriving
 from alignattn.distances import Seen
 from alignattn.errors import AlignmentWarning
 
@@ -54,7 +55,7 @@ class Health:
 
     def __init__(self, *, chooses: bool = False) -> None:
         self.chooses = chooses  # the weight, from the share
-        self._last: dict[str, Tensor] = {}  # of the look before
+        self._last: tuple[list[str], Arriving] | None = None  # of the look before
         self._in_a_row: dict[str, int] = dict.fromkeys(ADVICE, 0)
         self._first_mmd: float | None = None
         self._blind = False  # no gradient came in the look before
@@ -66,16 +67,21 @@ class Health:
         self._warn()
         figures = dict(told) if share is None else {"alignment_share": share, **told}
         self._blind = self.chooses and share is None
-        self._last = dict(figures)
         if seen is not None:
             figures["alignment_mmd"] = seen.mmd
-            self._last |= {"alignment_mmd": seen.mmd, "merged": seen.mmd * seen.tokens}
+        last = figures if seen is None else figures | {"merged": seen.mmd * seen.tokens}
+        self._last = None
+        if last:
+            device = next(iter(last.values())).device
+            together = torch.stack([value.to(device=device, dtype=torch.float32) for value in last.values()])
+            self._last = list(last), Arriving(together)
         return figures
 
     def _warn(self) -> None:
-        if not self._last and not self._blind:
+        if self._last is None and not self._blind:
             return
-        values = {name: float(value) for name, value in self._last.items()}
+        names, last = self._last or ([], None)
+        values = {} if last is None else dict(zip(names, last.values().tolist(), strict=True))
         self._looks += 1
         distance = values.get("alignment_mmd", 0.0)
         self._first_mmd = distance if self._first_mmd is None else self._first_mmd

@@ -1,7 +1,6 @@
 """What an alignment came to, for logs: means since they were last read, gathered without waiting for the device."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -12,6 +11,9 @@ class _Sum:
     # sums, as compiled code would be compiled anew whenever another joins those.
     def __init__(self, values: Tensor) -> None:
         self.values = values
+        self.one = torch.ones(
+            1, device=values.device
+        )  # made once: what there is to do at each loss, a device waits for
 
 
 class Meter:
@@ -22,18 +24,18 @@ class Meter:
 
     def expect(self, names: tuple[str, ...], device: torch.device) -> None:
         """These will come together: code that is compiled for the first of them serves all others then."""
-        held = "cpu" if device.type == "meta" else device
-        self._sums.setdefault(names, _Sum(torch.zeros(len(names) + 1, device=held)))
+        if names not in self._sums:
+            self._sums[names] = _Sum(torch.zeros(len(names) + 1, device="cpu" if device.type == "meta" else device))
 
     @torch.no_grad()
     def add(self, names: tuple[str, ...], values: Tensor) -> None:
         """One value for each name, of one loss."""
-        values = F.pad(values.detach().float().reshape(-1), (0, 1), value=1.0)
-        if names in self._sums:
-            total = self._sums[names]
-            total.values = total.values.to(values.device) + values  # the model may have moved since
-        else:
-            self._sums[names] = _Sum(values)
+        self.expect(names, values.device)
+        total = self._sums[names]
+        if total.values.device != values.device:  # the model may have moved since
+            total.values, total.one = total.values.to(values.device), total.one.to(values.device)
+        values = values if values.ndim == 1 else values.reshape(1)
+        total.values = total.values + torch.cat([values.float(), total.one])
 
     def read(self) -> dict[str, float]:
         """Means since the last reading; empty if there was no loss."""

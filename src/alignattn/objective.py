@@ -153,14 +153,14 @@ class Objective:
         told = [(places, one.finite) for places, one in zip(parts, found, strict=True) if one.finite is not None]
         if told:
             names = [rows[place].name for places, _ in told for place in places]
-            self.finite.submit(names, torch.cat([finite for _, finite in told]))
+            self.finite.submit(names, _joined([finite for _, finite in told]))
         handed.leases += [one.lease for one in found if one.lease is not None]
         by_records = len(handed.leases) == len(found)
         if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
             whole = all(row is record and record.kept for row, record in zip(rows, records, strict=True))
             alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
             self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
-        values = on_one_device([one.values for one in found], torch.cat)
+        values = _joined([one.values for one in found])
         of_networks_factor = factor if self.weighs_networks else 1.0 / scale
         for parameter, *gradients in zip(self.matcher.learnt(), *(one.of_networks for one in found), strict=True):
             gradient = functools.reduce(added, gradients)
@@ -168,7 +168,7 @@ class Objective:
                 handed.to(parameter, gradient, of_networks_factor)
         order = [place for places in parts for place in places]
         alone = dict(zip(order, _without_shares(values, [shares[place] for place in order]), strict=True))
-        return handed.term(weight * values.sum()), parts_of(rows, [alone[place] for place in range(len(rows))])
+        return handed.term(weight, values), parts_of(rows, [alone[place] for place in range(len(rows))])
 
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""
@@ -279,6 +279,11 @@ def on_one_device(values: Sequence[Tensor], join: Callable[[list[Tensor]], Tenso
     """Layers may be on several."""
     device = values[0].device
     return join([value if value.device == device else value.to(device) for value in values])
+
+
+def _joined(values: list[Tensor]) -> Tensor:
+    """Behind each other; one, as on a device that waits for Python all layers are, as it is."""
+    return values[0] if len(values) == 1 else on_one_device(values, torch.cat)
 
 
 def _without_shares(values: Tensor, shares: list[float]) -> list[Tensor]:

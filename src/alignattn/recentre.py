@@ -6,7 +6,8 @@ model changed, but for rounding. What the losses then have to do is the rest. (D
 the losses, whose gradient on that bias is as slow as any.)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from alignattn.capture import QueryKey
-from alignattn.capture.keybias import KeyBias, are_projected
+from alignattn.capture.keybias import KeyBias, are_projected, shift_each
 from alignattn.processes import several
 
 RATE = 0.5  # of the gap, after the first time: batches differ
@@ -29,7 +30,8 @@ class Recentring:
         # Whether a module is blind to a shift of its keys; what is missing here is not known yet.
         self.blind: dict[str, bool] = {name: True for name, bias in biases.items() if bias.projection is None}
         self._same: dict[str, Tensor] = {}  # whether keys are what their projection put out
-        self._sums: dict[str, Tensor] = {}  # [2, heads, d + 1]: of all queries, of all keys; behind them how many
+        # By layers that came together, [l, 2, heads, d + 1]: sums of all queries, of all keys; behind them how many.
+        self._sums: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
     def look(self, record: QueryKey) -> None:
@@ -44,11 +46,10 @@ class Recentring:
         self, names: list[str], query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> None:
         """Add up the queries and the keys, from [l, b, h, tokens, d]."""
-        sums = torch.stack([_sum_of_tokens(query, query_mask), _sum_of_tokens(key, key_mask)], 1)  # (l, 2, h, d + 1)
-        for name, some in zip(names, sums.unbind(), strict=True):
-            if name in self.biases:
-                # A model may have been moved since.
-                self._sums[name] = self._sums[name].to(some.device) + some if name in self._sums else some
+        sums = torch.stack([_sum_of_tokens(query, query_mask), _sum_of_tokens(key, key_mask)], 1)
+        before = self._sums.get(tuple(names))
+        # A model may have been moved since.
+        self._sums[tuple(names)] = sums if before is None else before.to(sums.device) + sums
 
     def forget(self) -> None:
         """What was gathered is not needed."""
@@ -57,34 +58,67 @@ class Recentring:
     @torch.no_grad()
     def close(self, *, first: bool) -> None:
         """Shift the keys by what was gathered. Every process must call this together."""
-        sums, same = self._sums, self._same
+        sums, same = self._gathered(), self._same
         self.forget()
         if not self.biases or not (sums or several()):
             return
-        rows = {name: self._row(name, sums.get(name), same.get(name)) for name in self.biases}
+        rows = self._rows(sums, same)
         if several():
             device = next(iter(rows.values())).device
             flat = torch.cat([row.to(device) for row in rows.values()])
             dist.all_reduce(flat)
             rows = dict(zip(rows, flat.split([len(row) for row in rows.values()]), strict=True))
-        for name, bias in self.biases.items():
-            queries, keys, counts, objections = rows[name].split([bias.size, bias.size, 2, 1])
-            if name not in self.blind and bool((counts > 0).all()):
-                self.blind[name] = not bool(objections > 0)
-            if self.blind.get(name):
-                gap = queries / counts[0] - keys / counts[1]
-                gap = torch.where(gap.isfinite().all(), gap, 0.0)  # nothing may have come
-                bias.shift(gap if first else RATE * gap)
+        for name in self.biases:
+            if name not in self.blind:
+                *_, counts, objections = rows[name].split([len(rows[name]) - 3, 2, 1])
+                if bool((counts > 0).all()):
+                    self.blind[name] = not bool(objections > 0)
+        blind = [name for name in self.biases if self.blind.get(name)]
+        for some in _alike(blind, lambda name: (rows[name].shape, rows[name].device)):
+            size = self.biases[some[0]].size
+            queries, keys, counts, _ = torch.stack([rows[name] for name in some]).split([size, size, 2, 1], 1)
+            gaps = queries / counts[:, :1] - keys / counts[:, 1:]
+            gaps = torch.where(gaps.isfinite().all(1, keepdim=True), gaps, 0.0)  # nothing may have come
+            shift_each([self.biases[name] for name in some], gaps if first else RATE * gaps)
 
-    def _row(self, name: str, sums: Tensor | None, same: Tensor | None) -> Float[Tensor, " e"]:
-        """What a process knows of a module: sums of queries and keys a key head, their counts, 1 if it is not blind."""
-        bias = self.biases[name]
-        if sums is None:
-            return torch.zeros(2 * bias.size + 3, device=bias.parameter.device)
-        width = sums.shape[2] - 1
-        of_groups = sums[..., :-1].reshape(2, bias.size // width, -1, width).mean(2)  # queries may share a key head
-        objection = sums.new_zeros(1) if same is None else (~same).to(sums)[None]
-        return torch.cat([of_groups.flatten(), sums[:, 0, -1], objection])
+    def _gathered(self) -> dict[str, Tensor]:
+        """The sums of each module, [2, heads, d + 1]."""
+        sums: dict[str, Tensor] = {}
+        for names, some in self._sums.items():
+            for name, one in zip(names, some.unbind(), strict=True):
+                if name in self.biases:
+                    sums[name] = sums[name].to(one.device) + one if name in sums else one
+        return sums
+
+    def _rows(self, sums: dict[str, Tensor], same: dict[str, Tensor]) -> dict[str, Float[Tensor, " e"]]:
+        """What a process knows of each module: sums of queries and keys a key head, their counts, 1 if it is not blind.
+
+        Those of one size at once.
+        """
+        rows: dict[str, Tensor] = {}
+        for names in _alike(sums, lambda name: (self.biases[name].size, sums[name].shape, sums[name].device)):
+            some, size = torch.stack([sums[name] for name in names]), self.biases[names[0]].size  # (l, 2, h, d + 1)
+            width = some.shape[3] - 1
+            of_groups = some[..., :-1].unflatten(2, (size // width, -1)).mean(3)  # queries may share a key head
+            objections = some.new_zeros(len(names), 1)
+            for place, name in enumerate(names):
+                if name in same:
+                    objections[place] = ~same[name]
+            rows |= zip(
+                names, torch.cat([of_groups.flatten(1), some[:, :, 0, -1], objections], 1).unbind(), strict=True
+            )
+        for name, bias in self.biases.items():
+            if name not in rows:
+                rows[name] = torch.zeros(2 * bias.size + 3, device=bias.parameter.device)
+        return {name: rows[name] for name in self.biases}  # in the order that all processes have
+
+
+def _alike(names: Iterable[str], kind: Callable[[str], Any]) -> list[list[str]]:
+    """Those of one kind together."""
+    found: dict[Any, list[str]] = {}
+    for name in names:
+        found.setdefault(kind(name), []).append(name)
+    return list(found.values())
 
 
 def _sum_of_tokens(tokens: Float[Tensor, "l b h n d"], mask: Bool[Tensor, "l b n"] | None) -> Float[Tensor, "l h e"]:

@@ -10,7 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+)
 
 LOOK_AGAIN = 10  # steps of another model's optimizer, after which it is asked anew what it updates
 
@@ -87,6 +91,12 @@ def _listen(watch: Updates) -> None:
     _watches.add(watch)
     if _handle is None:
         _handle = register_optimizer_step_post_hook(_tell)
+
+
+def others_listen() -> bool:
+    """Whether somebody else asked torch to be told of every optimizer's step."""
+    ours = 0 if _handle is None else 1
+    return bool(_global_optimizer_pre_hooks) or len(_global_optimizer_post_hooks) > ours
 
 
 def _tell(optimizer: Optimizer, *_: Any) -> None:

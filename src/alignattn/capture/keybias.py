@@ -6,6 +6,7 @@ So it can be set at will, as long as keys go from their projection into the prod
 norm comes between, or the projection has no bias, nothing can be shifted for free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,25 @@ class KeyBias:
         if parameter.requires_grad or frozen_too:
             behind = parameter.shape[0] - self.start - self.size
             parameter.add_(like(F.pad(by, (self.start, behind)), parameter))
+
+
+@torch.no_grad()
+def shift_each(biases: Sequence[KeyBias], by: Tensor) -> None:
+    """Shift each by its own row of `by`, [l, size]; in one call where all are alike and lie where `by` does."""
+    parameters = [bias.parameter for bias in biases]
+    dtype = parameters[0].dtype
+    plain = all(p.dtype == dtype and p.device == by.device and not hasattr(p, "placements") for p in parameters)
+    if not plain or len({id(parameter) for parameter in parameters}) < len(parameters):
+        for bias, row in zip(biases, by.unbind(), strict=True):
+            bias.shift(row)
+        return
+    pairs = [
+        (parameter if bias.size == len(parameter) else parameter[bias.start : bias.start + bias.size], row)
+        for bias, parameter, row in zip(biases, parameters, by.to(dtype).unbind(), strict=True)
+        if parameter.requires_grad
+    ]
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
 
 
 def find_key_bias(module: nn.Module) -> KeyBias | None:

@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from alignattn import delivery
 from alignattn.delivery import Delivery, Slice
+from alignattn.replay import Lease
 
 
-@pytest.mark.parametrize("largest", [1, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_every_target_gets_its_own_gradient_times_its_own_factor(monkeypatch, dtype, largest):
+def test_every_target_gets_its_own_gradient_times_its_own_factor(dtype):
     """Parts of two wholes, and others that stand alone, of several factors and precisions."""
-    monkeypatch.setattr(delivery, "LARGEST", largest)
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape, dtype=dtype):
@@ -39,3 +37,46 @@ def test_every_target_gets_its_own_gradient_times_its_own_factor(monkeypatch, dt
     (1024 * term).backward()
     for target, one in zip(targets, expected, strict=True):
         torch.testing.assert_close(target.grad, one)
+
+
+def delivered(target, *, lent, again=False):
+    """What was handed on is left as it was, or is written over; and whether the lease outlives the backward."""
+    whole = torch.ones(2, *target.shape)
+    handed = Delivery()
+    handed.leases.append(Lease())
+    leases = handed.leases
+    handed.to(target, Slice(whole, 1, lent), 0.5)
+    handed.term(1.0, torch.zeros(1)).backward(retain_graph=again)
+    assert again == bool(leases)
+    return whole
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_gradients_that_are_consumed_are_multiplied_where_they_lie(lent):
+    linear = torch.nn.Linear(4, 6)
+    tokens = torch.randn(2, 5, 4)
+    made = (
+        lambda: linear(tokens).view(2, 5, 3, 2).transpose(1, 2),
+        lambda: linear(tokens).view(2, 5, 3, 2).transpose(1, 2) + linear(tokens).view(2, 3, 5, 2),
+        lambda: torch.nn.functional.layer_norm(linear(tokens), (6,)),
+        lambda: linear(tokens).split(3, -1)[0],
+    )
+    for make in made:
+        linear.zero_grad()
+        assert torch.equal(delivered(make(), lent=lent), torch.full_like(make(), 0.5).expand(2, *make().shape))
+        assert linear.weight.grad.any()
+        kept = delivered(make(), lent=lent, again=True)
+        assert torch.equal(kept, torch.ones_like(kept))
+
+
+def test_what_is_lent_is_left_alone_where_somebody_may_keep_it():
+    """A parameter, or who asked for it, would be given a view of it, which the next replay writes over."""
+    weight = torch.nn.Parameter(torch.randn(2, 6))
+    asked_for = torch.nn.Linear(6, 6)(weight)
+    asked_for.retain_grad()
+    for target in (weight, weight.view(3, 4), weight + 1, weight.T.unsqueeze(0), asked_for, weight.double().float()):
+        whole = delivered(target, lent=True)
+        assert torch.equal(whole, torch.ones_like(whole))
+    torch.testing.assert_close(asked_for.grad, torch.full((2, 6), 0.5))
+    own = delivered(weight.view(3, 4), lent=False)  # nobody else's: they may have it
+    assert torch.equal(own[1], torch.full_like(own[1], 0.5))

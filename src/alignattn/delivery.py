@@ -5,6 +5,7 @@ With `generator="model"` those of queries and keys go to queries and keys, and o
 of those outputs: they reach the projections' parameters and stop there.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from alignattn.balance import Balance, MeetHanded, Weight, at_least_single, norms
@@ -21,8 +23,6 @@ from alignattn.capture.standin import stand_in
 from alignattn.errors import CaptureError
 from alignattn.matching import kernels
 from alignattn.replay import Lease
-
-LARGEST = 2**26  # numbers of half precision that are multiplied at once
 
 COMPILED = (
     "{}: in a compiled model autograd does not see the way from queries and keys back to their projections. Use "
@@ -36,6 +36,7 @@ class Slice:
 
     whole: Tensor
     at: int
+    lent: bool = False  # by a record, whose next replay writes over it
 
     def alone(self) -> Tensor:
         """The gradient itself."""
@@ -63,6 +64,7 @@ class Delivery:
         self.leases: list[Lease] = []  # of gradients that are lent until they are handed on
         self._targets: list[Tensor] = []
         self._places: list[tuple[int, int | None]] = []  # of each target: which whole, and where in it
+        self._spared: set[int] = set()  # wholes that must not be written over
         self._wholes: dict[int, tuple[int, Tensor, Weight]] = {}  # by id: their number, and the factor of each
         self._met: dict[int, tuple[Tensor, _Met]] = {}  # by id too
         self._told: list[Callable[[Tensor], None]] = []  # told the factor that the whole loss got
@@ -72,6 +74,8 @@ class Delivery:
         whole, at = (gradient.whole, gradient.at) if isinstance(gradient, Slice) else (gradient, None)
         number, _, kept = self._wholes.setdefault(id(whole), (len(self._wholes), whole, factor))
         assert kept is factor
+        if not isinstance(gradient, Slice) or (gradient.lent and not _is_consumed(target)):
+            self._spared.add(number)
         self._targets.append(target)
         self._places.append((number, at))
 
@@ -126,7 +130,8 @@ class Delivery:
         wholes, factors = [w for _, w, _ in self._wholes.values()], [f for _, _, f in self._wholes.values()]
         met = [(self._wholes[key][0] if key in self._wholes else None, one) for key, (_, one) in self._met.items()]
         looks = met, self._told
-        term: Tensor = _Deliver.apply(weight, values, wholes, factors, self._places, looks, self.leases, *self._targets)
+        places = self._places, self._spared
+        term: Tensor = _Deliver.apply(weight, values, wholes, factors, places, looks, self.leases, *self._targets)
         return term
 
 
@@ -169,27 +174,29 @@ class _Deliver(torch.autograd.Function):
         values: Tensor,
         wholes: list[Tensor],
         factors: list[Weight],  # of each whole
-        places: list[tuple[int, int | None]],  # of each target: which whole, and where in it
+        places: tuple[list[tuple[int, int | None]], set[int]],  # of targets in wholes; wholes to be spared
         looks: tuple[list[tuple[int | None, _Met]], list[Callable[[Tensor], None]]],
         leases: list[Lease],
         *targets: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*wholes)  # freed by the backward, however long the loss is kept
-        ctx.factors, ctx.places, ctx.looks, ctx.leases = factors, places, looks, leases
+        ctx.factors, (ctx.places, ctx.spared), ctx.looks, ctx.leases = factors, places, looks, leases
         return weight * values.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        again = _comes_again()
         cut = {which for which, at in ctx.places if at is not None}
-        scaled = _scaled(ctx.saved_tensors, ctx.factors, outer[0], cut)
+        over = set() if again else cut - ctx.spared
         (met, told), ctx.looks = ctx.looks, ((), ())
-        for tell in told:
+        for tell in told:  # of gradients as they were
             tell(outer[0])
+        scaled = _scaled(ctx.saved_tensors, ctx.factors, outer[0], cut, over)
         for which, one in met:
             one.tell(outer[0], None if which is None else scaled[which])
-        if not _comes_again():
-            ctx.leases.clear()
+        if not again:  # nothing is lent any more once all have consumed what they were handed
+            Variable._execution_engine.queue_callback(ctx.leases.clear)
         handed = (scaled[which] if at is None else scaled[which][at] for which, at in ctx.places)
         return *[None] * 7, *handed
 
@@ -199,38 +206,62 @@ def _comes_again() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut: set[int]) -> list[Any]:
-    """Each whole times its factor and `outer`, all of one kind at once; those that are `cut`, as their parts."""
+# What autograd's nodes hand on as it is, or as another view of it; and those that make something new of it.
+PASSED_ON = re.compile("(Add|View|UnsafeView|_ReshapeAlias|Transpose|Permute|Unsqueeze|Squeeze)Backward0")
+CONSUMED = re.compile("(Addmm|Mm|Bmm|Linear|Mul|NativeLayerNorm|Split|SplitWithSizes|Unbind)Backward0")
+
+
+def _is_consumed(target: Tensor) -> bool:
+    """Whether nobody can still have the gradient itself when the backward is over, such as a parameter."""
+    nodes = [target.grad_fn]
+    if target.retains_grad:
+        return False
+    while nodes:
+        node = nodes.pop()
+        name = "" if node is None else node.name()
+        if node is not None and PASSED_ON.fullmatch(name):
+            nodes += [following for following, _ in node.next_functions if following is not None]
+        elif not CONSUMED.fullmatch(name):
+            return False
+    return True
+
+
+def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut: set[int], over: set[int]) -> list[Any]:
+    """Each whole times its factor and `outer`, all of one kind at once; those that are `cut`, as their parts.
+
+    Some are written `over`: another as large would show in what a step needs.
+    """
     kinds: dict[Any, list[int]] = {}
     for number, (whole, factor) in enumerate(zip(wholes, factors, strict=True)):
-        kinds.setdefault((id(factor), whole.device, whole.dtype), []).append(number)
+        kinds.setdefault((id(factor), whole.device, whole.dtype, number in over), []).append(number)
     scaled: list[Any] = [None] * len(wholes)
-    for (_, device, dtype), numbers in kinds.items():
+    for (_, device, dtype, in_place), numbers in kinds.items():
         by = (outer * factors[numbers[0]]).to(device)
+        some = [wholes[number] for number in numbers]
         if dtype in (torch.float32, torch.float64):
-            products = torch._foreach_mul([wholes[number] for number in numbers], by)
+            if in_place:
+                torch._foreach_mul_(some, by)
+            products = some if in_place else torch._foreach_mul(some, by)
             for number, product in zip(numbers, products, strict=True):
                 scaled[number] = product.unbind() if number in cut else product
         else:
-            for number in numbers:
-                scaled[number] = (_short_parts if number in cut else _short)(wholes[number], by)
+            for number, whole in zip(numbers, some, strict=True):
+                if number in cut and not _has_kernel(whole):  # of all at once, copies in single precision would show
+                    scaled[number] = [_short(part, by, part if in_place else None) for part in whole.unbind()]
+                else:
+                    product = _short(whole, by, whole if in_place else None)
+                    scaled[number] = product.unbind() if number in cut else product
     return scaled
 
 
-def _short_parts(whole: Tensor, by: Tensor) -> Sequence[Tensor]:
-    """At once; or, where copies in single precision would take much memory, one after the other."""
-    if whole.numel() <= LARGEST or _has_kernel(whole):
-        return _short(whole, by).unbind()
-    return [_short(part, by) for part in whole.unbind()]
-
-
-def _short(whole: Tensor, by: Tensor) -> Tensor:
+def _short(tokens: Tensor, by: Tensor, out: Tensor | None) -> Tensor:
     """Of half precision, multiplied in single."""
-    if _has_kernel(whole):
+    if _has_kernel(tokens):
         from alignattn.matching.kernels.times import times
 
-        return times(whole, by)
-    return (at_least_single(whole) * by).to(whole.dtype)
+        return times(tokens, by, out)
+    product = (at_least_single(tokens) * by).to(tokens.dtype)
+    return product if out is None else out.copy_(product)
 
 
 def _has_kernel(whole: Tensor) -> bool:

@@ -72,9 +72,11 @@ class _Together:
 
     def slices(self, at: int) -> tuple[delivery.Slice | None, delivery.Slice | None]:
         """The gradients of one record's queries and keys."""
+        lent = self.lease is not None
         if self.of_both is not None:
-            return delivery.Slice(self.of_both, at), delivery.Slice(self.of_both, len(self.of_both) // 2 + at)
-        of_query, of_key = (None if w is None else delivery.Slice(w, at) for w in (self.of_query, self.of_key))
+            both, half = self.of_both, len(self.of_both) // 2
+            return delivery.Slice(both, at, lent), delivery.Slice(both, half + at, lent)
+        of_query, of_key = (None if w is None else delivery.Slice(w, at, lent) for w in (self.of_query, self.of_key))
         return of_query, of_key
 
 

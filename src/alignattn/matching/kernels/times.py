@@ -18,9 +18,9 @@ def _times(values, by, out, count, BLOCK: tl.constexpr):
     tl.store(out + at, product.to(out.dtype.element_ty), mask=inside)
 
 
-def times(values: Tensor, by: Tensor) -> Tensor:
-    """`values` · `by`, of no dimension, in the precision of the values."""
+def times(values: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
+    """`values` · `by`, of no dimension, in the precision of the values; written over `out`, if that is given."""
     values = values.contiguous()
-    out = torch.empty_like(values)
-    launch(_times, triton.cdiv(values.numel(), BLOCK), values, by, out, values.numel(), BLOCK=BLOCK)
-    return out
+    product = torch.empty_like(values) if out is None or not out.is_contiguous() else out
+    launch(_times, triton.cdiv(values.numel(), BLOCK), values, by, product, values.numel(), BLOCK=BLOCK)
+    return product if out is None or product is out else out.copy_(product)

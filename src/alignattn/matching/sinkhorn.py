@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 LOOK_EVERY = 10  # iterations, whether all problems are done: to look costs an accelerator its queue
 
 
-def _scored(problems: Problems) -> Iterator[tuple[Problems, Scores]]:
-    """In parts whose matrices fit the budget, or all at once where kernels hold none, with their scores."""
+def _scored(problems: Problems, *, carried: bool = True) -> Iterator[tuple[Problems, Scores]]:
+    """In parts whose matrices fit the budget, or all at once where kernels hold none, with their scores.
+
+    `carried`: their plans will carry something.
+    """
     if not kernels.serve(problems.x):
         for part in _chunks(problems):
             yield part, _by_torch(part)
@@ -38,7 +41,7 @@ def _scored(problems: Problems) -> Iterator[tuple[Problems, Scores]]:
         yield problems, StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
         return
     for part in _chunks(problems):
-        yield part, StoredScores(part.x, part.y, part.epsilon, part.products)
+        yield part, StoredScores(part.x, part.y, part.epsilon, part.products, carried=carried)
 
 
 def _by_torch(problems: Problems) -> Scores:
@@ -77,7 +80,7 @@ def with_fixed_plan(problems: Problems, max_iterations: int, tolerance: float) -
 def _values(problems: Problems, max_iterations: int, tolerance: float) -> tuple[Tensor, ...]:
     """The same by kernels, without anything to differentiate: nothing is carried."""
     parts = []
-    for part, scores in _scored(problems):
+    for part, scores in _scored(problems, carried=False):
         f, g, iterations = _sinkhorn(part, scores, max_iterations, tolerance)
         parts.append((*cast("StreamedScores", scores).value(f, g, part), iterations))
     return _joined(parts)

@@ -11,6 +11,7 @@ potentials their exponents from the first half-step to what is carried: where th
 them. Sums are in single precision. Nothing is added atomically: results are the same each time.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -172,13 +173,13 @@ def _value(
         sums = tl.load(rows + at, mask=i < n, other=0.0)
         total += sums * tl.load(alpha + at, mask=i < n, other=0.0) - scale * tl.load(paid + at, mask=i < n, other=0.0)
         disorder += tl.load(entropy + at, mask=i < n, other=0.0)
-        worst = tl.maximum(worst, _off(sums, tl.load(log_a + at, mask=i < n, other=float("-inf"))))
+        worst = tl.maximum(worst, share_off(sums, tl.load(log_a + at, mask=i < n, other=float("-inf"))))
     for start in range(0, m, BLOCK):
         j = start + tl.arange(0, BLOCK)
         at = problem * m + j
         sums = tl.load(columns + at, mask=j < m, other=0.0)
         total += sums * tl.load(beta + at, mask=j < m, other=0.0)
-        worst = tl.maximum(worst, _off(sums, tl.load(log_b + at, mask=j < m, other=float("-inf"))))
+        worst = tl.maximum(worst, share_off(sums, tl.load(log_b + at, mask=j < m, other=float("-inf"))))
     found = tl.sum(total, 0)
     tl.store(cost + problem, found)
     tl.store(regularised + problem, found + scale * tl.sum(disorder, 0))
@@ -186,7 +187,8 @@ def _value(
 
 
 @triton.jit
-def _off(sums, log_marginal):
+def share_off(sums, log_marginal):
+    """By what share marginals are off; by none where there is no token."""
     valid = log_marginal > float("-inf")
     return tl.where(valid, tl.abs(sums / tl.exp2(tl.where(valid, log_marginal, 0.0) * LOG2_E) - 1.0), 0.0)
 
@@ -197,22 +199,28 @@ class StreamedScores:
     def __init__(
         self, x: Tensor, y: Tensor, epsilon: Tensor, products: str = EXACT, *, largest_tile: int = LARGEST_TILE
     ) -> None:
-        self.width = x.shape[2]
+        self.tokens = x, y
+        self.epsilon = epsilon
+        self.products = products
         self.largest_tile = largest_tile
-        to_bits = LOG2_E.value / epsilon
+
+    @functools.cached_property
+    def halved(self) -> tuple[Halves, Halves, Tensor, Tensor]:
+        """Both sides; what makes scores of their products; and x of its halves."""
+        to_bits = LOG2_E.value / self.epsilon
         # In full precision it is part of the tokens, where its rounding is another in each number of them. Rounded ones
         # are those that came.
-        exact = products == EXACT
-        self.x, self.y = halves(x, products, to_bits if exact else None), halves(y, products)
-        self.scale = self.x.unit * self.y.unit
-        if not exact:
-            self.scale = self.scale * to_bits
-        self.factor = to_bits if exact else None  # of x
+        exact = self.products == EXACT
+        x = halves(self.tokens[0], self.products, to_bits if exact else None)
+        y = halves(self.tokens[1], self.products)
+        scale = x.unit * y.unit
+        return (x, y, scale, x.unit / to_bits) if exact else (x, y, scale * to_bits, x.unit)
 
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Potentials f and g, as powers of two, and the number of iterations each problem took; begins with this g."""
+        x, y, _, _ = self.halved
         log_a, log_b, g = log_a.contiguous(), log_b.contiguous(), (g * LOG2_E.value).contiguous()
         # This f and the one before, in turns: where a problem is done, the one before is the one.
         both = log_a.new_empty(2, *log_a.shape)
@@ -221,9 +229,9 @@ class StreamedScores:
             f, before = both[iteration % 2], both[1 - iteration % 2]
             settings = {"LEAST": LEAST, "FIRST": iteration == 0}
             rows = (g, g, log_b, before, log_a, f, done, iterations)
-            self._launch(_half_step, self.x, self.y, rows, tolerance, SECOND=False, **settings)
+            self._launch(_half_step, x, y, rows, tolerance, SECOND=False, **settings)
             columns = (f, before, log_a, g, log_b, g, done, iterations)
-            self._launch(_half_step, self.y, self.x, columns, tolerance, SECOND=True, **settings)
+            self._launch(_half_step, y, x, columns, tolerance, SECOND=True, **settings)
             if iteration and iteration % look_every == 0 and done.all():
                 break
         return torch.where((iterations % 2 == 1)[:, None], both[0], both[1]), g, iterations.long()
@@ -231,11 +239,11 @@ class StreamedScores:
     def carry(self, f: Tensor, g: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], Tensor]:
         """Sums of the plan's rows, and what they carry; the same of columns; sum pi log pi, by rows."""
         f, g = f.contiguous(), g.contiguous()
-        unit = self.x.unit if self.factor is None else self.x.unit / self.factor
+        x, y, _, unit = self.halved
         found = []
-        for own, other, mine, theirs, of in ((self.x, self.y, f, g, self.y.unit), (self.y, self.x, g, f, unit)):
+        for own, other, mine, theirs, of in ((x, y, f, g, y.unit), (y, x, g, f, unit)):
             sums, entropy = mine.new_empty(2, *mine.shape).unbind()
-            carried = mine.new_empty(*mine.shape, self.width)
+            carried = mine.new_empty(own.high.shape)
             self._launch(_carry, own, other, (mine, theirs, of, sums, entropy, carried, sums), CARRIES=True)
             found.append((sums, carried, entropy))
         (rows, to_keys, entropy), (columns, to_queries, _) = found
@@ -244,11 +252,9 @@ class StreamedScores:
     def value(self, f: Tensor, g: Tensor, problems: Problems) -> tuple[Tensor, Tensor, Tensor]:
         """Cost of the plan, the same with epsilon times sum pi log pi, and by how much marginals are off at most."""
         f, g = f.contiguous(), g.contiguous()
+        x, y, _, _ = self.halved
         rows, columns = f.new_empty(3, *f.shape).unbind(), g.new_empty(3, *g.shape).unbind()
-        for own, other, mine, theirs, (sums, entropy, paid) in (
-            (self.x, self.y, f, g, rows),
-            (self.y, self.x, g, f, columns),
-        ):
+        for own, other, mine, theirs, (sums, entropy, paid) in ((x, y, f, g, rows), (y, x, g, f, columns)):
             self._launch(_carry, own, other, (mine, theirs, own.unit, sums, entropy, sums, paid), CARRIES=False)
         cost, regularised, error = f.new_empty(3, len(f)).unbind()
         of = [t.contiguous() for t in (problems.alpha, problems.beta, problems.log_a, problems.log_b, problems.epsilon)]
@@ -265,6 +271,6 @@ class StreamedScores:
         rows = min(largest, max(16, triton.next_power_of_2(n)))
         columns = min(max(16, largest // 2), max(16, triton.next_power_of_2(m)))
         blocks = triton.cdiv(n, rows)
-        given = (own.high, own.low, other.high, other.low, self.scale, *tensors, n, m, d, blocks, *more)
+        given = (own.high, own.low, other.high, other.low, self.halved[2], *tensors, n, m, d, blocks, *more)
         settings = {"PARTS": own.parts, "ROWS": rows, "COLUMNS": columns, "WIDTH": width, **of}
         launch(kernel, problems * blocks, *given, **settings, num_warps=8 if rows > TILE else 4, num_stages=2)

@@ -3,12 +3,15 @@
     score:  s_ij = x_i·y_j / epsilon
     solve:  f_i = log a_i - LSE_j(g_j + s_ij), and of the same scores, while they are at hand, g_j = log b_j -
             LSE_i(f_i + s_ij), until no marginal is off by more than the tolerance
+    value:  of the plan pi_ij = exp(f_i + g_j + s_ij): its cost, its entropy, and by how much marginals are off
 
 An iteration reads the scores once, and a whole solution is one launch: streamed (sinkhorn.py), iterations are two
 launches each, and take Python longer than the device. What a plan carries is streamed. Potentials and scores are
 exponents of two there and here. Sums are in single precision. Nothing is added atomically: results are the same each
 time.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +20,9 @@ from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import product, read_halves
-from alignattn.matching.kernels.sinkhorn import LEAST, LOG2_E, StreamedScores
-from alignattn.matching.kernels.tiles import TILE, launch, width_of
+from alignattn.matching.kernels.sinkhorn import LEAST, LN_2, LOG2_E, StreamedScores, share_off
+from alignattn.matching.kernels.tiles import TILE, as_products_see, launch, read, width_of
+from alignattn.matching.scores import Problems
 
 # Rows that a program has in registers, and scores in all, 16 for each thread: of what was tried on an H200 the fastest
 # for 128 and for 512 tokens.
@@ -39,15 +43,22 @@ def pay(queries: int, keys: int, width: int) -> bool:
 
 @triton.jit
 def _score(
-    x_high, x_low, y_high, y_low, scale, scores, n, m, d, down, right,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    x, x_low, y, y_low, scale, scores, n, m, d, down, right,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Of halves, or of tokens as they are where there are no PARTS."""
     problem = (tl.program_id(0) // (down * right)).to(tl.int64)
     i = tl.program_id(0) // right % down * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) % right * COLUMNS + tl.arange(0, COLUMNS)
-    own, own_rest = read_halves(x_high, x_low, problem, i, n, d, WIDTH, PARTS)
-    other, rest = read_halves(y_high, y_low, problem, j, m, d, WIDTH, PARTS)
-    score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
+    score = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if PARTS > 0:
+        own, own_rest = read_halves(x, x_low, problem, i, n, d, WIDTH, PARTS)
+        other, rest = read_halves(y, y_low, problem, j, m, d, WIDTH, PARTS)
+        score = product(own, own_rest, tl.trans(other), tl.trans(rest), score, PARTS)
+    else:
+        own = as_products_see(read(x, problem, i, i < n, n, d, WIDTH), PRECISION)
+        other = as_products_see(read(y, problem, j, j < m, m, d, WIDTH), PRECISION)
+        score = tl.dot(own, tl.trans(other), score, input_precision=PRECISION)
     at = (problem * n + i[:, None]) * m + j[None, :]
     tl.store(scores + at, score * tl.load(scale + problem), mask=(i[:, None] < n) & (j[None, :] < m))
 
@@ -195,19 +206,63 @@ def _solve(
     tl.store(iterations + problem, iteration)
 
 
-class StoredScores(StreamedScores):
-    """The same, which solves with scores in memory."""
+@triton.jit
+def _value(
+    scores, f, g, alpha, beta, log_a, log_b, epsilon, cost, regularised, error, n, m,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    problem = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, COLUMNS)
+    inside = j < m
+    across = tl.load(g + problem * m + j, mask=inside, other=float("-inf"))
+    plan_sums = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows of all tiles, added up
+    paid = tl.zeros([ROWS, COLUMNS], tl.float32)  # pi s
+    disorder = tl.zeros([ROWS, COLUMNS], tl.float32)  # pi log pi
+    worst = tl.zeros([ROWS], tl.float32)
+    from_queries = tl.zeros([ROWS], tl.float32)
+    for first in range(0, n, ROWS):
+        i = first + tl.arange(0, ROWS)
+        score = _read(scores, problem, i, j, n, m, WHOLE)
+        own = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
+        logarithm = score + own[:, None] + across[None, :]
+        plan = tl.exp2(logarithm)
+        here = plan > 0.0
+        paid += tl.where(here, plan * score, 0.0)
+        disorder += tl.where(here, plan * logarithm, 0.0)
+        plan_sums += plan
+        row_sums = tl.sum(plan, 1)
+        from_queries += row_sums * tl.load(alpha + problem * n + i, mask=i < n, other=0.0)
+        marginal = tl.load(log_a + problem * n + i, mask=i < n, other=float("-inf"))
+        worst = tl.maximum(worst, share_off(row_sums, marginal))
+    column_sums = tl.sum(plan_sums, 0)
+    marginal = tl.load(log_b + problem * m + j, mask=inside, other=float("-inf"))
+    from_keys = tl.sum(column_sums * tl.load(beta + problem * m + j, mask=inside, other=0.0), 0)
+    scale = tl.load(epsilon + problem)
+    total = tl.sum(from_queries, 0) + from_keys - tl.sum(tl.sum(paid, 0), 0) * scale * LN_2
+    tl.store(cost + problem, total)
+    tl.store(regularised + problem, total + scale * LN_2 * tl.sum(tl.sum(disorder, 0), 0))
+    largest = tl.maximum(tl.max(worst, 0), tl.max(share_off(column_sums, marginal), 0))
+    tl.store(error + problem, largest + (total - total))  # the largest of some is never NaN, where one is
 
-    def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor, products: str = EXACT) -> None:
+
+class StoredScores(StreamedScores):
+    """The same, which solves with scores in memory, and tells values of them."""
+
+    def __init__(self, x: Tensor, y: Tensor, epsilon: Tensor, products: str = EXACT, *, carried: bool = True) -> None:
+        """`carried`: of the same halves that carry() will see, to the last bit. To make them are two launches more."""
+        x, y, epsilon = x.contiguous(), y.contiguous(), epsilon.contiguous()
         super().__init__(x, y, epsilon, products)
         (problems, n, d), m = x.shape, y.shape[1]
         self.scores = x.new_empty(problems, n, m)
         # Not by torch, whose products of a problem depend on how many others there are.
+        tokens, parts = (x, x, y, y, LOG2_E.value / epsilon), 0
+        if carried:
+            of_x, of_y, scale, _ = self.halved
+            tokens, parts = (of_x.high, of_x.low, of_y.high, of_y.low, scale), of_x.parts
         rows, columns = (min(TILE, max(16, triton.next_power_of_2(count))) for count in (n, m))
         down, right = triton.cdiv(n, rows), triton.cdiv(m, columns)
-        tokens = (self.x.high, self.x.low, self.y.high, self.y.low)
-        settings = {"PARTS": self.x.parts, "ROWS": rows, "COLUMNS": columns, "WIDTH": width_of(x)}
-        launch(_score, problems * down * right, *tokens, self.scale, self.scores, n, m, d, down, right, **settings)
+        settings = {"PARTS": parts, "ROWS": rows, "COLUMNS": columns, "WIDTH": width_of(x), "PRECISION": products}
+        launch(_score, problems * down * right, *tokens, self.scores, n, m, d, down, right, **settings)
 
     def solve(
         self, log_a: Tensor, log_b: Tensor, g: Tensor, max_iterations: int, tolerance: float, look_every: int
@@ -217,10 +272,20 @@ class StoredScores(StreamedScores):
         buffers, f, found = g.new_empty(2, problems, n), g.new_empty(problems, n), g.new_empty(problems, m)
         iterations = torch.empty(problems, dtype=torch.int64, device=g.device)
         given = (log_a.contiguous(), log_b.contiguous(), g.contiguous(), buffers, f, found, iterations)
+        self._each(_solve, *given, n, m, problems, max_iterations, tolerance, LEAST=LEAST)
+        return f, found, iterations
+
+    def value(self, f: Tensor, g: Tensor, problems: Problems) -> tuple[Tensor, Tensor, Tensor]:
+        """Cost of the plan, the same with epsilon times sum pi log pi, and by how much marginals are off at most."""
+        of = [t.contiguous() for t in (problems.alpha, problems.beta, problems.log_a, problems.log_b)]
+        cost, regularised, error = f.new_empty(3, len(f)).unbind()
+        self._each(_value, f, g, *of, self.epsilon, cost, regularised, error, *self.scores.shape[1:])
+        return cost, regularised, error
+
+    def _each(self, kernel: Any, *given: Any, **settings: Any) -> None:
+        """A program a problem."""
+        problems, n, m = self.scores.shape
         columns = max(16, triton.next_power_of_2(m))
         rows = max(1, min(AT_ONCE, HELD // columns, triton.next_power_of_2(n)))
-        whole = columns == m and n % rows == 0
-        settings = {"LEAST": LEAST, "WHOLE": whole, "ROWS": rows, "COLUMNS": columns}
-        settings["num_warps"] = max(4, rows * columns // A_WARP)
-        launch(_solve, problems, self.scores, *given, n, m, problems, max_iterations, tolerance, **settings)
-        return f, found, iterations
+        settings |= {"WHOLE": columns == m and n % rows == 0, "ROWS": rows, "COLUMNS": columns}
+        launch(kernel, problems, self.scores, *given, **settings, num_warps=max(4, rows * columns // A_WARP))

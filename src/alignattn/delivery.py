@@ -5,7 +5,6 @@ With `generator="model"` those of queries and keys go to queries and keys, and o
 of those outputs: they reach the projections' parameters and stop there.
 """
 
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -207,21 +206,27 @@ def _comes_again() -> bool:
 
 
 # What autograd's nodes hand on as it is, or as another view of it; and those that make something new of it.
-PASSED_ON = re.compile("(Add|View|UnsafeView|_ReshapeAlias|Transpose|Permute|Unsqueeze|Squeeze)Backward0")
-CONSUMED = re.compile("(Addmm|Mm|Bmm|Linear|Mul|NativeLayerNorm|Split|SplitWithSizes|Unbind)Backward0")
+PASSED_ON = frozenset(
+    f"{name}Backward0"
+    for name in ("Add", "View", "UnsafeView", "_ReshapeAlias", "Transpose", "Permute", "Unsqueeze", "Squeeze")
+)
+CONSUMED = frozenset(
+    f"{name}Backward0"
+    for name in ("Addmm", "Mm", "Bmm", "Linear", "Mul", "NativeLayerNorm", "Split", "SplitWithSizes", "Unbind")
+)
 
 
 def _is_consumed(target: Tensor) -> bool:
     """Whether nobody can still have the gradient itself when the backward is over, such as a parameter."""
-    nodes = [target.grad_fn]
-    if target.retains_grad:
+    if target.grad_fn is None or target.retains_grad:
         return False
+    nodes = [target.grad_fn]
     while nodes:
         node = nodes.pop()
-        name = "" if node is None else node.name()
-        if node is not None and PASSED_ON.fullmatch(name):
+        name = node.name()
+        if name in PASSED_ON:
             nodes += [following for following, _ in node.next_functions if following is not None]
-        elif not CONSUMED.fullmatch(name):
+        elif name not in CONSUMED:
             return False
     return True
 

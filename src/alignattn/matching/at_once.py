@@ -117,8 +117,6 @@ def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[Piece]:
     if matcher.is_separable():
         within = query.numel() + key.numel()
         size = PIECE.get(query.device.type, LONG_PIECE if query.shape[3] >= LONG else LARGEST_PIECE)
-        if size == LARGEST_PIECE and 2 * within // counts[0] > size:  # a layer alone: half of it fills a device too
-            size //= 2
         for axis in range(3 if matcher.is_separable_by_heads() else 2):
             one = within // counts[axis]
             pieces[axis] = _ranges(counts[axis], size // one)

@@ -53,7 +53,7 @@ def test_so_many_calls_at_once_are_told_a_call(now):
     assert len(calls) == 1 + 3 * 10
 
 
-def test_each_is_first_in_its_turn(now):
+def test_each_comes_behind_the_first_and_begins_in_its_turn(now):
     order = []
 
     def named(name):
@@ -64,7 +64,16 @@ def test_each_is_first_in_its_turn(now):
         return call
 
     clock.side_by_side({name: named(name) for name in "abc"}, CPU, rounds=3, warmup=0)
-    assert "".join(order) == "abc" + "abc" + "bca" + "cab"
+    assert "".join(order) == "abc" + "abac" + "acab" + "abac"
+
+
+def test_a_machine_that_slows_down_within_a_round_does_not_show(now):
+    """Each candidate takes twice as long as the first; and everything ten times as long from the second on."""
+    first, _ = taking(now, [1.0] * 2 + [1.0, 10.0])
+    second, _ = taking(now, [2.0] * 2 + [2.0])
+    third, _ = taking(now, [2.0] * 2 + [20.0])
+    told = clock.side_by_side({"first": first, "second": second, "third": third}, CPU, rounds=1, warmup=1)
+    assert (told["second"].ratio, told["third"].ratio) == (2.0, 2.0)
 
 
 def test_peak_memory_is_what_lives_at_once(capfd):

@@ -1,6 +1,7 @@
 """Times of several candidates in one run, taken in turns: what slows the machine down for a while slows all of them.
 
-A ratio is the median over rounds of the ratio within a round, which such a while does not touch.
+A ratio is the median over rounds of that to the first candidate, which is timed anew right before each other one: such
+a while, if it is longer than two of them take, does not touch it.
 """
 
 import statistics
@@ -32,19 +33,31 @@ def side_by_side(
     warmup: int = 3,
     calls: int = 1,
 ) -> dict[str, Timing]:
-    """Call each candidate so often a round, each time starting with another, after some calls that are not counted."""
+    """So many calls of each in a round, behind as many of the first; each time another begins.
+
+    After some that are not counted.
+    """
     repeats = {}
     for name, call in candidates.items():
         for _ in range(warmup):
             call()
         repeats[name] = calls * max(1, round(LEAST / max(calls * _seconds(call, 1, device), 1e-7)))
-    names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    first, *others = candidates
+
+    def timed(name: str) -> float:
+        return _seconds(candidates[name], repeats[name], device)
+
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    ratios: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            seconds[name].append(_seconds(candidates[name], repeats[name], device))
-    return {name: _timing(times, seconds[names[0]]) for name, times in seconds.items()}
+        start = number % max(1, len(others))
+        for name in others[start:] + others[:start] or [first]:
+            seconds[first].append(timed(first))
+            if name != first:
+                seconds[name].append(timed(name))
+            ratios[name].append(seconds[name][-1] / seconds[first][-1])
+    ratios[first] = [1.0]
+    return {name: _timing(times, ratios[name], rounds) for name, times in seconds.items()}
 
 
 def _seconds(call: Callable[[], object], repeats: int, device: torch.device) -> float:
@@ -61,7 +74,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timing(times: list[float], first: list[float]) -> Timing:
+def _timing(times: list[float], ratios: list[float], rounds: int) -> Timing:
     low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-    ratio = statistics.median(own / other for own, other in zip(times, first, strict=True))
-    return Timing(median, low, high, ratio, len(times))
+    return Timing(median, low, high, statistics.median(ratios), rounds)

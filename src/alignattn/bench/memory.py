@@ -18,9 +18,8 @@ def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0)
     On an accelerator a matching is recorded when it comes again, and works in memory of its own from then on: so many
     calls come before the one that is measured, and what they leave behind is counted.
     """
-    gc.collect()
+    _let_go(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         before, idle = torch.cuda.memory_allocated(device), _idle_in_records(device)
         for _ in range(settling):
             call()
@@ -41,6 +40,19 @@ def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0)
         now += change["args"]["Bytes"]
         most = max(most, now)
     return most
+
+
+def _let_go(device: torch.device) -> None:
+    """Of whatever nobody needs any more: models of a case before would be freed while this one is measured.
+
+    What goes may leave others behind that only then can go.
+    """
+    before = None
+    while device.type == "cuda" and before != torch.cuda.memory_allocated(device):
+        before = torch.cuda.memory_allocated(device)
+        gc.collect()
+        torch.cuda.synchronize(device)
+    gc.collect()
 
 
 def _idle_in_records(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.tiles import launch
 
 BLOCK = 2048
+ROOM = tl.constexpr(2.0**14)  # what numbers up to one, or two, are multiplied by to be split
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.halves import Halves, halves, product, read_halves
+from alignattn.matching.kernels.halves import ROOM, Halves, halves, product, read_halves
 from alignattn.matching.kernels.tiles import TILE, has_room, launch
 from alignattn.matching.scores import Problems
 
 LARGEST_TILE = 128  # rows, and half as many columns: of 64 and 128 of each the fastest on an H200
 LEAST = 1e-20  # of a sum, and its inverse the most: beyond, what single precision lost may count
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-ROOM = tl.constexpr(2.0**14)  # of halves, above the largest number of a row
 
 
 @triton.jit

@@ -34,7 +34,9 @@ calls are recorded and replayed (design.md): large ones beside the forward, wher
 ones at once behind it. At 32 × 128 OT computes several times as much as GAN and takes no longer: what stands above the
 bars there are calls from Python, the capture of twelve layers, the replays, the gradients handed to twelve queries and
 keys, the adversary's step, and a look at all gradients in every tenth step. At 16 × 512 the device's own work shows as
-well: OT, CT, MMD and GAN follow each other as what they compute does.
+well: OT, CT, MMD and GAN follow each other as what they compute does. Since this run the kernels of CT and MMD make
+their products of halves too, of tokens that are placed once and not in every tile. What that gives has not been
+measured: in this form they have run in Triton's interpreter alone.
 
 Of whole steps on an H200, OT keeps to its bars, the longer one by a hair; GAN, CT and MMD keep to neither of theirs.
 Memory of steps there counts what records hold. At 16 × 512, where 1.15 was asked for, MMD keeps to it, and CT and OT

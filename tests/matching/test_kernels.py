@@ -500,9 +500,9 @@ def test_transport_of_huge_features_and_of_samples_with_one_empty_side(monkeypat
 
     generator = torch.Generator().manual_seed(0)
     features = [torch.randn(3, 2, n, 16, generator=generator) for n in (9, 7, 9, 7)]
-    for one, place in ((2, 3), (3, 0)):  # else scores would be huge too, and any rounding a choice
-        features[one][0, 0, :, place] *= 1e-6
-    features[2][0, 0, 0, 0] = features[3][0, 0, 1, 3] = 1e9  # beyond what a navigator's feature counts
+    for one, head, place in ((3, 0, 0), (2, 1, 3)):  # else scores would be huge too, and any rounding a choice
+        features[one][0, head, :, place] *= 1e-6
+    features[2][0, 0, 0, 0] = features[3][0, 1, 1, 3] = 1e9  # beyond what a navigator's feature counts
     features[0][1, 1, 2] = 1e30
     masks = [torch.ones(3, n, dtype=torch.bool) for n in (9, 7)]
     masks[0][2] = False
@@ -516,7 +516,7 @@ def test_transport_of_huge_features_and_of_samples_with_one_empty_side(monkeypat
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     for one, other in zip(told, found(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # features of 1e6 round all they are added to
-    assert not any(t[2].any() for t in told) and told[3][0, 0, 0, 0] == told[4][0, 0, 1, 3] == 0
+    assert not any(t[2].any() for t in told) and told[3][0, 0, 0, 0] == told[4][0, 1, 1, 3] == 0
 
 
 def test_products_are_as_precise_as_the_tokens_of_both_sides_are_worth():

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.halves import ROOM, product, read_halves
+from alignattn.matching.kernels.halves import ROOM, product, read_halves, split
 from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
 
 FACTORS = 5  # of a problem: its size, r, a of queries and of keys, c
@@ -107,13 +107,10 @@ def _place_side(
     valid = valid_rows(mask, sample, i, count, MASKED)
     values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) * by
     values = tl.where(valid[:, None], values, 0.0)
-    first = values.to(tl.float16)
+    first, second, seen = split(values, PARTS)
     write(high, first, problem, i, count, d, WIDTH)
-    seen = first.to(tl.float32)
     if PARTS == 3:
-        second = (values - seen).to(tl.float16)
         write(low, second, problem, i, count, d, WIDTH)
-        seen += second.to(tl.float32)
     seen = tl.where((tl.arange(0, WIDTH) < d)[None, :], seen, 0.0) / WITHIN
     tl.store(squares + problem * count + i, tl.sum(seen * seen, 1), mask=i < count)
 
@@ -140,13 +137,7 @@ def _toward(
             kernel = tl.where((i[:, None] == j[None, :]) & valid[None, :], 1.0 if OWN == "one" else 0.0, kernel)
         summed += tl.sum(kernel, 1)
         if WITH_GRADIENT:
-            kernel = kernel * ROOM
-            above = kernel.to(tl.float16)
-            seen = above.to(tl.float32)
-            below = above
-            if PARTS == 3:
-                below = (kernel - seen).to(tl.float16)
-                seen += below.to(tl.float32)
+            above, below, seen = split(kernel * ROOM, PARTS)
             weighed += tl.sum(seen, 1)
             pulled = product(above, below, other, rest, pulled, PARTS)
     return summed, pulled, weighed

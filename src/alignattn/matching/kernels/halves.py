@@ -47,6 +47,26 @@ def halves(tokens: Tensor, products: str, factor: Tensor | None = None) -> Halve
 
 
 @triton.jit
+def powers(most):
+    """Of two: what brings the largest number to 2^14 or more, and less than twice that; and what takes it back."""
+    exponent = (most.to(tl.int32, bitcast=True) >> 23) & 255  # of the largest, and 127
+    power = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # and 127 again
+    return (power << 23).to(tl.float32, bitcast=True), ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(number, PARTS: tl.constexpr):
+    """Both parts of numbers that half precision holds, the high one twice where one is enough; and what they make."""
+    high = number.to(tl.float16)
+    seen = high.to(tl.float32)
+    low = high
+    if PARTS == 3:
+        low = (number - seen).to(tl.float16)
+        seen += low.to(tl.float32)
+    return high, low, seen
+
+
+@triton.jit
 def _split(
     tokens, largest, factor, high, low, unit, size, blocks,
     FACTOR: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -57,20 +77,19 @@ def _split(
     by = most * 0.0 + 1.0
     if FACTOR:
         by = tl.load(factor + problem)
-    exponent = ((most * by).to(tl.int32, bitcast=True) >> 23) & 255  # of the largest, and 127
-    power = tl.minimum(tl.maximum(268 - exponent, 1), 253)  # 2^14 or more is then the largest; and 127 again
+    power, one = powers(most * by)
     if block == 0:
-        tl.store(unit + problem, ((254 - power) << 23).to(tl.float32, bitcast=True))
+        tl.store(unit + problem, one)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     number = tl.load(tokens + problem * size + at, mask=inside, other=0.0)
     if FACTOR:
         number = number * by
-    number = number * (power << 23).to(tl.float32, bitcast=True)
-    first = number.to(tl.float16)
+    number = number * power
+    first, second, _ = split(number, PARTS)
     tl.store(high + problem * size + at, first, mask=inside)
     if PARTS == 3:
-        tl.store(low + problem * size + at, (number - first.to(tl.float32)).to(tl.float16), mask=inside)
+        tl.store(low + problem * size + at, second, mask=inside)
 
 
 @triton.jit

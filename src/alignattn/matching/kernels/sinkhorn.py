@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
-from alignattn.matching.kernels.halves import ROOM, Halves, halves, product, read_halves
+from alignattn.matching.kernels.halves import ROOM, Halves, halves, product, read_halves, split
 from alignattn.matching.kernels.tiles import TILE, has_room, launch
 from alignattn.matching.scores import Problems
 
@@ -136,9 +136,7 @@ def _carry(
         total = total * kept + tl.sum(plan, 1)
         disorder = disorder * kept + tl.sum(tl.where(plan > 0.0, plan * logarithm, 0.0), 1)
         if CARRIES:
-            plan = plan * ROOM
-            above = plan.to(tl.float16)
-            below = (plan - above.to(tl.float32)).to(tl.float16)
+            above, below, _ = split(plan * ROOM, PARTS)
             mean = product(above, below, other, rest, mean * kept[:, None], PARTS)
         else:
             cost = cost * kept + tl.sum(tl.where(plan > 0.0, plan * score, 0.0), 1)

@@ -46,12 +46,12 @@ attached asks of every layer whether anybody looks: microseconds, which show whe
 on a CPU. By length, what was asked for is at most twice attention's memory at 8192 tokens: all methods keep to it.
 
 Sinkhorn was asked to be ten times as fast as its peers on an accelerator. It is beside geomloss, where that comes to
-the same precision; at 8192 tokens that was not waited for. Beside POT it is twelve times as fast at 8192 tokens, in less
-than a hundredth of the memory, and 6.8 times at 512. Products are made of halves, two numbers of half precision for
-each, which is twice as fast as of TF32 parts and no less precise. Where problems are short, their scores are held in
-memory and each is solved by one program, in one launch: iterations of two launches take Python longer than the device.
-Of the time for 512 tokens, the iterations are about half ([each by itself](../results/bench/h200-sinkhorn-sweep.txt)),
-and most of the rest is Python's.
+the same precision; at 8192 tokens that was not waited for. Beside POT it is twelve times as fast at 8192 tokens, in
+less than a hundredth of the memory, and 6.8 times at 512. Products are made of halves, two numbers of half precision
+for each, which is twice as fast as of TF32 parts and no less precise. Where problems are short, their scores are held
+in memory and each is solved by one program, in one launch: iterations of two launches take Python longer than the
+device. Of the time for 512 tokens, the iterations are about half ([each by
+itself](../results/bench/h200-sinkhorn-sweep.txt)), and most of the rest is Python's.
 
 What fewer tokens or layers do to the estimate was measured on a CPU, as it does not depend on the machine: a quarter of
 the tokens keeps the direction of the gradient better than half of the layers does. Under `torch.compile` the matching

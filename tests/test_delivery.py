@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import alignattn
 from alignattn.delivery import Delivery, Slice
+from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.replay import Lease
 
 
@@ -39,13 +41,13 @@ def test_every_target_gets_its_own_gradient_times_its_own_factor(dtype):
         torch.testing.assert_close(target.grad, one)
 
 
-def delivered(target, *, lent, again=False):
+def delivered(target, *, lent, again=False, ours=True, alone=False):
     """What was handed on is left as it was, or is written over; and whether the lease outlives the backward."""
     whole = torch.ones(2, *target.shape)
-    handed = Delivery()
+    handed = Delivery(alone=alone)
     handed.leases.append(Lease())
     leases = handed.leases
-    handed.to(target, Slice(whole, 1, lent), 0.5)
+    handed.to(target, Slice(whole, 1, ours=ours, lent=lent), 0.5)
     handed.term(1.0, torch.zeros(1)).backward(retain_graph=again)
     assert again == bool(leases)
     return whole
@@ -65,8 +67,9 @@ def test_gradients_that_are_consumed_are_multiplied_where_they_lie(lent):
         linear.zero_grad()
         assert torch.equal(delivered(make(), lent=lent), torch.full_like(make(), 0.5).expand(2, *make().shape))
         assert linear.weight.grad.any()
-        kept = delivered(make(), lent=lent, again=True)
-        assert torch.equal(kept, torch.ones_like(kept))
+        for spared in ({"again": True}, {"ours": False}, {"alone": True} if lent else {"again": True}):
+            kept = delivered(make(), lent=lent, **spared)
+            assert torch.equal(kept, torch.ones_like(kept))
 
 
 def test_what_is_lent_is_left_alone_where_somebody_may_keep_it():
@@ -74,9 +77,39 @@ def test_what_is_lent_is_left_alone_where_somebody_may_keep_it():
     weight = torch.nn.Parameter(torch.randn(2, 6))
     asked_for = torch.nn.Linear(6, 6)(weight)
     asked_for.retain_grad()
-    for target in (weight, weight.view(3, 4), weight + 1, weight.T.unsqueeze(0), asked_for, weight.double().float()):
+    hooked = torch.nn.Linear(6, 6)(weight)
+    hooked.register_hook(lambda gradient: None)
+    added = torch.addmm(weight, torch.randn(2, 3), torch.randn(3, 6))
+    views = weight.view(3, 4), weight + 1, weight.T.unsqueeze(0), weight.double().float()
+    for target in (weight, *views, added, hooked, asked_for):
         whole = delivered(target, lent=True)
         assert torch.equal(whole, torch.ones_like(whole))
     torch.testing.assert_close(asked_for.grad, torch.full((2, 6), 0.5))
     own = delivered(weight.view(3, 4), lent=False)  # nobody else's: they may have it
     assert torch.equal(own[1], torch.full_like(own[1], 0.5))
+
+
+class OfSums(Matcher):
+    """Of sums over tokens: autograd hands out one number for all of them."""
+
+    def forward(self, query, key, *_):
+        return (query.sum(-2) - key.sum(-2)).square().sum(-1)
+
+
+class OfBoth(Matcher):
+    """Autograd hands out one tensor for queries and keys."""
+
+    def forward(self, query, key, *_):
+        return (query.mT + key.mT).square().sum((-1, -2))
+
+
+@pytest.mark.parametrize("kind", [OfSums, OfBoth])
+def test_gradients_that_autograd_made_are_not_written_over(kind):
+    """Of a matcher of one's own: those of queries and keys may be one, and would be multiplied twice."""
+    alignment = alignattn.Alignment(kind(MatcherConfig()), weight=0.5, recentre=False)
+    query, key = (torch.randn(2, 2, 5, 4, requires_grad=True) for _ in range(2))
+    alignment.record(query * 1, key * 1)
+    alignment.loss().backward()
+    loss = kind(MatcherConfig())(query, key).mean() * 0.5  # over samples and heads
+    for found, expected in zip((query.grad, key.grad), torch.autograd.grad(loss, (query, key)), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -309,6 +309,7 @@ class Alignment:
         forwards = self._passes.take()
         weight = self._strength.weight()
         self._strength.begin()
+        self.objective.alone = not self._added_to_outputs
         term, self.parts = self._terms.of(forwards, weight)
         self._measure(weight)
         if self.adversary is not None:

@@ -35,6 +35,7 @@ class Slice:
 
     whole: Tensor
     at: int
+    ours: bool = False  # memory that alignment made for it: autograd may have handed out one tensor for two
     lent: bool = False  # by a record, whose next replay writes over it
 
     def alone(self) -> Tensor:
@@ -57,9 +58,13 @@ class _Met:
 
 
 class Delivery:
-    """Gathers targets and what they are to be handed; `term` gives a number whose backward does so."""
+    """Gathers targets and what they are to be handed; `term` gives a number whose backward does so.
 
-    def __init__(self) -> None:
+    `alone`: gradients may arrive without the task's, which else they are added to, and whoever asks for them gets them.
+    """
+
+    def __init__(self, *, alone: bool = True) -> None:
+        self._alone = alone
         self.leases: list[Lease] = []  # of gradients that are lent until they are handed on
         self._targets: list[Tensor] = []
         self._places: list[tuple[int, int | None]] = []  # of each target: which whole, and where in it
@@ -73,10 +78,13 @@ class Delivery:
         whole, at = (gradient.whole, gradient.at) if isinstance(gradient, Slice) else (gradient, None)
         number, _, kept = self._wholes.setdefault(id(whole), (len(self._wholes), whole, factor))
         assert kept is factor
-        if not isinstance(gradient, Slice) or (gradient.lent and not _is_consumed(target)):
+        if not isinstance(gradient, Slice) or not self._may_write_over(gradient, target):
             self._spared.add(number)
         self._targets.append(target)
         self._places.append((number, at))
+
+    def _may_write_over(self, gradient: Slice, target: Tensor) -> bool:
+        return gradient.ours and not (gradient.lent and (self._alone or not _is_consumed(target)))
 
     def to_tokens(
         self,
@@ -187,15 +195,17 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         again = _comes_again()
         cut = {which for which, at in ctx.places if at is not None}
-        over = set() if again else cut - ctx.spared
+        over = set() if again or _is_compiled() else cut - ctx.spared
         (met, told), ctx.looks = ctx.looks, ((), ())
         for tell in told:  # of gradients as they were
             tell(outer[0])
         scaled = _scaled(ctx.saved_tensors, ctx.factors, outer[0], cut, over)
         for which, one in met:
             one.tell(outer[0], None if which is None else scaled[which])
-        if not again:  # nothing is lent any more once all have consumed what they were handed
+        if over and ctx.leases:  # nothing is lent any more once all have consumed what they were handed
             Variable._execution_engine.queue_callback(ctx.leases.clear)
+        elif not again:
+            ctx.leases.clear()
         handed = (scaled[which] if at is None else scaled[which][at] for which, at in ctx.places)
         return *[None] * 7, *handed
 
@@ -212,13 +222,13 @@ PASSED_ON = frozenset(
 )
 CONSUMED = frozenset(
     f"{name}Backward0"
-    for name in ("Addmm", "Mm", "Bmm", "Linear", "Mul", "NativeLayerNorm", "Split", "SplitWithSizes", "Unbind")
+    for name in ("Mm", "Bmm", "Linear", "Mul", "NativeLayerNorm", "Split", "SplitWithSizes", "Unbind")
 )
 
 
 def _is_consumed(target: Tensor) -> bool:
-    """Whether nobody can still have the gradient itself when the backward is over, such as a parameter."""
-    if target.grad_fn is None or target.retains_grad:
+    """Whether no parameter can get the gradient itself, nor anybody who is known to have asked for it."""
+    if target.grad_fn is None or target.retains_grad or target._backward_hooks:
         return False
     nodes = [target.grad_fn]
     while nodes:
@@ -226,9 +236,25 @@ def _is_consumed(target: Tensor) -> bool:
         name = node.name()
         if name in PASSED_ON:
             nodes += [following for following, _ in node.next_functions if following is not None]
+        elif name == "AddmmBackward0":  # to what is added it goes as it is, if that is as large
+            bias, number = node.next_functions[0]
+            if bias is not None and not _is_smaller(bias, number):
+                nodes.append(bias)
         elif name not in CONSUMED:
             return False
     return True
+
+
+def _is_smaller(node: Any, number: int) -> bool:
+    """Than a product of matrices: then its gradient is a sum."""
+    known = getattr(node, "_input_metadata", None)  # not in older torch
+    return known is not None and len(known[number].shape) < 2
+
+
+def _is_compiled() -> bool:
+    """Whether the backward itself is compiled code, which knows nothing of its end."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False)) or torch.compiler.is_compiling()
 
 
 def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut: set[int], over: set[int]) -> list[Any]:

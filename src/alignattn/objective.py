@@ -69,14 +69,15 @@ class _Together:
     lease: Lease | None = None  # of the gradients, where they are lent
     finite: Tensor | None = None  # [l], if it was not told yet
     of_both: Tensor | None = None  # [2 l, b, h, n, d], where queries and keys lie in one stretch of memory
+    ours: bool = True  # gradients lie in memory that was made for them
 
     def slices(self, at: int) -> tuple[delivery.Slice | None, delivery.Slice | None]:
         """The gradients of one record's queries and keys."""
-        lent = self.lease is not None
+        kind = {"ours": self.ours, "lent": self.lease is not None}
         if self.of_both is not None:
             both, half = self.of_both, len(self.of_both) // 2
-            return delivery.Slice(both, at, lent), delivery.Slice(both, half + at, lent)
-        of_query, of_key = (None if w is None else delivery.Slice(w, at, lent) for w in (self.of_query, self.of_key))
+            return delivery.Slice(both, at, **kind), delivery.Slice(both, half + at, **kind)
+        of_query, of_key = (None if w is None else delivery.Slice(w, at, **kind) for w in (self.of_query, self.of_key))
         return of_query, of_key
 
 
@@ -108,6 +109,7 @@ class Objective:
         self.ahead: Ahead[_Together] = Ahead(self._matched_ahead)
         self.thinning = Thinning(config.max_tokens, config.every, config.seed)
         self.counted = 1  # times, each layer that was matched: others were left out for it
+        self.alone = True  # the term is not yet part of the task's loss
 
     def __call__(
         self,
@@ -136,7 +138,7 @@ class Objective:
         early = self.ahead.take(records, parts, shares, scale)
         went_as_planned = bool(early)
         factor = weight / scale
-        handed = delivery.Delivery()
+        handed = delivery.Delivery(alone=self.alone)
         found: list[_Together] = []
         for number, places in enumerate(parts):
             one = early.pop(number, None)
@@ -234,7 +236,7 @@ class Objective:
         with self.matcher.along(stack.edges):
             found = differentiate(self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place)
         values = (found.losses * counted.in_total().to(found.losses)).sum((1, 2))
-        return _Together(values, found.query, found.key, found.networks)
+        return _Together(values, found.query, found.key, found.networks, ours=in_place)
 
     def _counted(self, stack: Stack, scale: float) -> Counted:
         """What each problem counts, and by how much it acts."""

@@ -53,7 +53,9 @@ def _first_good(settings: Iterator[tuple[float, Solve, Error]]) -> tuple[Solve, 
         error, seconds = _tried(solve, error_of)
         if error <= TARGET:
             return solve, {"setting": setting, "marginal_error": error}
-        if seconds > LONGEST and _tried(solve, error_of)[1] > LONGEST:  # what is compiled on first use does not count
+        if seconds > LONGEST:
+            seconds = _tried(solve, error_of)[1]  # what is compiled on first use does not count
+        if seconds > LONGEST:
             raise LookupError(f"takes {seconds:.0f} s, and marginals are still off by {error:.1%}")
     raise LookupError(f"marginals are off by {error:.1%} at best")
 

@@ -3,7 +3,7 @@
 Costs are alpha_i + beta_j - x_i·y_j, and what depends on one token alone vanishes into its potential. So
     log pi_ij = f_i + g_j + s_ij,   s_ij = x_i·y_j / epsilon,
 and the two half-steps are f = log a - LSE_j(g + s) and g = log b - LSE_i(f + s). Only f and g outlive a half-step. The
-same on accelerators: kernels/sinkhorn.py.
+same on accelerators: kernels/sinkhorn.py, kernels/stored_scores.py.
 """
 
 from dataclasses import dataclass, field

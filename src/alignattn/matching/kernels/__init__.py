@@ -16,8 +16,8 @@ SINGLE = (torch.float32,)
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# How products are made: of three TF32 parts, about as precise as single precision; or of one, which rounds a number to
-# eleven bits. Half precision came with no more.
+# How products are made: of three TF32 parts or halves (halves.py), about as precise as single precision; or of
+# one, which rounds a number to eleven bits. Half precision came with no more.
 EXACT, ROUNDED = "tf32x3", "tf32"
 
 

@@ -11,9 +11,7 @@ class _Sum:
     # sums, as compiled code would be compiled anew whenever another joins those.
     def __init__(self, values: Tensor) -> None:
         self.values = values
-        self.one = torch.ones(
-            1, device=values.device
-        )  # made once: what there is to do at each loss, a device waits for
+        self.one = torch.ones(1, device=values.device)  # counts a loss; made once, as a device waits for Python
 
 
 class Meter:

@@ -562,6 +562,10 @@ def test_times_one_number_in_single_precision(dtype):
     near = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}  # the interpreter cuts off what a device rounds
     torch.testing.assert_close(times(values, by), expected, **near)
     torch.testing.assert_close(times(values.mT, by), expected.mT, **near)  # however they lie in memory
+    for over in (values.clone(), values.clone().mT):
+        before = over.clone()
+        assert times(over, by, over) is over
+        torch.testing.assert_close(over, (before.float() * by).to(dtype), **near)
 
 
 @inside

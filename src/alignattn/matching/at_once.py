@@ -115,8 +115,8 @@ def _pieces(matcher: Matcher, query: Tensor, key: Tensor) -> list[Piece]:
     counts = query.shape[:3]
     pieces: list[list[slice]] = [[slice(None)]] * 3
     if matcher.is_separable():
-        within = query.numel() + key.numel()
         size = PIECE.get(query.device.type, LONG_PIECE if query.shape[3] >= LONG else LARGEST_PIECE)
+        within = query.numel() + key.numel()
         for axis in range(3 if matcher.is_separable_by_heads() else 2):
             one = within // counts[axis]
             pieces[axis] = _ranges(counts[axis], size // one)

@@ -73,20 +73,17 @@ def _split(
 ):  # fmt: skip
     problem = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    most = tl.load(largest + problem)
-    by = most * 0.0 + 1.0
-    if FACTOR:
-        by = tl.load(factor + problem)
-    power, one = powers(most * by)
-    if block == 0:
-        tl.store(unit + problem, one)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     number = tl.load(tokens + problem * size + at, mask=inside, other=0.0)
+    most = tl.load(largest + problem)
     if FACTOR:
-        number = number * by
-    number = number * power
-    first, second, _ = split(number, PARTS)
+        by = tl.load(factor + problem)
+        number, most = number * by, most * by
+    power, one = powers(most)
+    if block == 0:
+        tl.store(unit + problem, one)
+    first, second, _ = split(number * power, PARTS)
     tl.store(high + problem * size + at, first, mask=inside)
     if PARTS == 3:
         tl.store(low + problem * size + at, second, mask=inside)

@@ -44,6 +44,19 @@ def _are_settled(potential, earlier, log_marginal, problem, count, tolerance, BL
 
 
 @triton.jit
+def _shifted(
+    own, own_rest, high, low, by, potential, problem, start, m, d,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The scores of some rows with the columns from `start` on, and the potentials of these."""
+    j = start + tl.arange(0, COLUMNS)
+    other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
+    across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
+    score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
+    return score * by + across[None, :]
+
+
+@triton.jit
 def _half_step(
     own_high, own_low, high, low, scale, potential, earlier, log_other, before, log_own, after, done, iterations,
     n, m, d, blocks, tolerance, LEAST: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
@@ -77,26 +90,15 @@ def _half_step(
     if not FIRST:
         shift = tl.where(valid, tl.load(before + problem * n + i, mask=valid, other=0.0) - marginal, 0.0)
         for start in range(0, m, COLUMNS):
-            j = start + tl.arange(0, COLUMNS)
-            other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
-            across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
-            score = product(
-                own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS
-            )
-            total += tl.sum(tl.exp2(score * by + across[None, :] + shift[:, None]), 1)
+            score = _shifted(own, own_rest, high, low, by, potential, problem, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
+            total += tl.sum(tl.exp2(score + shift[:, None]), 1)
         found = shift - tl.log2(total)
         lost = tl.sum((valid & ~((total > LEAST) & (total < 1 / LEAST))).to(tl.int32), 0)
     if lost > 0:
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         for start in range(0, m, COLUMNS):
-            j = start + tl.arange(0, COLUMNS)
-            other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
-            across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
-            score = product(
-                own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS
-            )
-            score = score * by + across[None, :]
+            score = _shifted(own, own_rest, high, low, by, potential, problem, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
             now = tl.maximum(largest, tl.max(score, 1))
             finite = tl.where(now == float("-inf"), 0.0, now)
             total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(score - finite[:, None]), 1)
@@ -154,7 +156,7 @@ def _carry(
 
 
 @triton.jit
-def _value(
+def _value_of_sums(
     rows, entropy, paid, columns, alpha, beta, log_a, log_b, epsilon, cost, regularised, error, n, m,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +258,7 @@ class StreamedScores:
         cost, regularised, error = f.new_empty(3, len(f)).unbind()
         of = [t.contiguous() for t in (problems.alpha, problems.beta, problems.log_a, problems.log_b, problems.epsilon)]
         given = (*rows, columns[0], *of, cost, regularised, error, f.shape[1], g.shape[1])
-        launch(_value, len(f), *given, BLOCK=1024)
+        launch(_value_of_sums, len(f), *given, BLOCK=1024)
         return cost, regularised, error
 
     def _launch(

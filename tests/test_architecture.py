@@ -19,7 +19,6 @@ CORE = {
     "adversary",
     "passes",
     "apart",
-    "ahead",
     "stream",
     "recentre",
     "coordinates",
@@ -55,9 +54,7 @@ ALLOWED = {
     "finite": set(),
     "adversary": {"updates"},
     "apart": set(),
-    "ahead": {"apart", "capture"},
     "objective": {
-        "ahead",
         "balance",
         "capture",
         "config",

@@ -14,11 +14,6 @@ from alignattn.capture import QueryKey
 from alignattn.counted import Counted
 from alignattn.matching.matcher import Edges, Matcher
 
-PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
-# Numbers in the queries and keys of a call. Fewer are matched at once: a device is done with them before Python has
-# come to the backward that waits for them, and to part them costs Python more than it hides.
-LARGE = 2**23
-
 
 @dataclass(frozen=True)
 class Stack:
@@ -60,17 +55,7 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
         given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
         kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
         groups.setdefault(kind, []).append(place)
-    return [part for members in groups.values() for part in _parted(members, records[members[0]], matcher)]
-
-
-def _parted(members: list[int], one: QueryKey, matcher: Matcher) -> list[list[int]]:
-    """In parts that can be matched before the last of them is recorded (ahead.py)."""
-    if one.query.numel() + one.key.numel() < LARGE:
-        return [members]
-    if not (matcher.is_separable() and matcher.is_replayable()):
-        return [members]
-    size = max(FEWEST, -(-len(members) // PARTS))
-    return [members[start : start + size] for start in range(0, len(members), size)]
+    return list(groups.values())
 
 
 def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, over_heads: bool) -> Stack:

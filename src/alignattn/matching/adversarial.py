@@ -81,7 +81,7 @@ class AdversarialMatcher(Matcher):
     """One discriminator a layer, shared by its heads."""
 
     config: AdversarialConfig
-    separable = separable_by_heads = replayable = True
+    separable = separable_by_heads = replayable = layered = True
 
     def networks(self, names: list[str], width: int) -> dict[str, Discriminator]:
         config = self.config

@@ -4,7 +4,8 @@ Problems know nothing of each other. So a matching can be differentiated piece b
 backward: what a piece needs in memory is free before the next begins, and on a CPU a piece stays in cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -52,11 +53,7 @@ def differentiate(
     None stands for gradients that are not wanted, or do not depend on what they are of. `in_place`: nobody needs the
     queries and keys any more, and their gradients are written over them.
     """
-    own = list(matcher.named_parameters())
-    # Not the parameters themselves: what autograd keeps for those belongs to a stream, and may be the user's.
-    parameters = {name: parameter.detach().requires_grad_(parameter.requires_grad) for name, parameter in own}
-    learning = [place for place, (_, parameter) in enumerate(own) if parameter.requires_grad]
-    networks: list[Tensor | None] = [None] * len(own)
+    networks = _Networks(matcher)
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses: Tensor | None = None
@@ -64,14 +61,15 @@ def differentiate(
         leaves = [side[piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[piece[:2]] for mask in (query_mask, key_mask)]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
+        layers = names[piece[0]]
         # The backward too: a user's autocast would take its products to half precision.
-        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
-            given = (leaves[0], leaves[1], masks[0], masks[1], names[piece[0]])
-            values: Tensor = functional_call(matcher, parameters, given) if own else matcher(*given)
+        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False), networks.of(layers, query) as own:
+            given = (leaves[0], leaves[1], masks[0], masks[1], layers)
+            values: Tensor = functional_call(matcher, own, given) if own else matcher(*given)
             losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
             losses[piece] = values.detach()
-            chosen = [parameters[own[place][0]] for place in learning]
-            of = [*(leaf for leaf in leaves if leaf.requires_grad), *chosen]
+            learning = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+            of = [*(leaf for leaf in leaves if leaf.requires_grad), *learning.values()]
             arrived = iter(_gradients(values, of, outer[piece]))
         for side, (whole, want) in enumerate(tokens):
             gradient = next(arrived) if want else None
@@ -79,10 +77,53 @@ def differentiate(
                 of_tokens[side] = _with_piece(of_tokens[side], piece, gradient, like=whole, in_place=in_place)
             elif want and in_place:
                 whole[piece] = 0.0
-        for place, gradient in zip(learning, arrived, strict=True):
-            networks[place] = added(networks[place], gradient)
+        networks.add(learning, arrived)
     assert losses is not None  # there is a piece at least
-    return Differentiated(losses, of_tokens[0], of_tokens[1], networks)
+    return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients())
+
+
+class _Networks:
+    """What a matcher learns, as a piece is given it, and its gradients so far.
+
+    Of weights that are rows of a bank a piece is given those of its layers. Given all, autograd would make zeros of the
+    others and add them up: small steps, and in the end more of them than of all else.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        # Not the parameters themselves: what autograd keeps for those belongs to a stream, and may be the user's.
+        self._parameters = {name: parameter.detach() for name, parameter in matcher.named_parameters()}
+        self._learning = {name for name, parameter in matcher.named_parameters() if parameter.requires_grad}
+        self._sums: dict[str, Tensor] = {}
+        self._rows: slice | None = None
+
+    @contextmanager
+    def of(self, layers: list[str], query: Tensor) -> Iterator[dict[str, Tensor]]:
+        """Within it the matcher is to be called with these in place of its own."""
+        begin, self._rows = self._matcher.rows_of(layers, query.shape[-1]) or ("", None)
+        given = {name: p for name, p in self._parameters.items() if name.startswith(begin)}
+        if self._rows is not None:
+            given = {name: p[self._rows] for name, p in given.items()}
+        with self._matcher.narrowed(to_rows=self._rows is not None):
+            yield {name: p.detach().requires_grad_(name in self._learning) for name, p in given.items()}
+
+    def add(self, names: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+        """What came of a piece; None where nothing did."""
+        came = {name: one for name, one in zip(names, gradients, strict=True) if one is not None}
+        parts = {name: one for name, one in came.items() if one.shape != self._parameters[name].shape}
+        for name in came.keys() - parts.keys():
+            sofar = self._sums.get(name)
+            self._sums[name] = came[name] if sofar is None else sofar + came[name]  # autograd may hand out one for two
+        if not parts:
+            return
+        assert self._rows is not None
+        for name in parts.keys() - self._sums.keys():
+            self._sums[name] = torch.zeros_like(self._parameters[name])
+        torch._foreach_add_([self._sums[name][self._rows] for name in parts], list(parts.values()))
+
+    def gradients(self) -> list[Tensor | None]:
+        """In the order of matcher.parameters()."""
+        return [self._sums.get(name) for name in self._parameters]
 
 
 def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tensor | None]:

@@ -156,7 +156,7 @@ class ConditionalMatcher(Matcher):
     """One critic and one navigator a layer, shared by its heads."""
 
     config: ConditionalConfig
-    separable = separable_by_heads = replayable = True
+    separable = separable_by_heads = replayable = layered = True
 
     def follows_edges(self) -> bool:
         return self.config.matched_over == "neighbourhoods"

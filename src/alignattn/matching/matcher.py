@@ -69,6 +69,7 @@ class Matcher(nn.Module):
     separable: ClassVar[bool] = False  # see is_separable
     separable_by_heads: ClassVar[bool] = False
     replayable: ClassVar[bool] = False  # see is_replayable
+    layered: ClassVar[bool] = False  # see rows_of
 
     def __init__(self, config: MatcherConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -81,6 +82,7 @@ class Matcher(nn.Module):
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
         self._learnt: list[nn.Parameter] | None = None
         self.edges: Edges | None = None  # of the call that is being matched
+        self._narrowed = False  # to the layers of the call that is being matched
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
@@ -153,6 +155,31 @@ class Matcher(nn.Module):
         finally:
             self.edges = None
 
+    def rows_of(self, names: list[str], width: int) -> tuple[str, slice] | None:
+        """Where the networks of these layers lie side by side: what their parameters' names begin with, and which rows.
+
+        None where they don't, or are no rows. That all parameters of `networks` have an axis of layers first, and are
+        reached by `network` or `through` alone, is said by `layered = True`, likewise.
+        """
+        if not self._says("layered"):
+            return None
+        places = [self.rows.get((name, width)) for name in names]
+        if None in places or places[0] is None:
+            return None
+        bank, first = places[0]
+        if places != [(bank, first + row) for row in range(len(places))]:
+            return None
+        return f"banks.{bank}.", slice(first, first + len(places))
+
+    @contextmanager
+    def narrowed(self, *, to_rows: bool) -> Iterator[None]:
+        """Within, where it is so, networks hold the rows of the layers that are matched and no others."""
+        self._narrowed = to_rows
+        try:
+            yield
+        finally:
+            self._narrowed = False
+
     def _says(self, word: str) -> bool:
         for kind in type(self).__mro__:
             if own := {"losses", "forward", word} & vars(kind).keys():
@@ -211,6 +238,8 @@ class Matcher(nn.Module):
 
     def _rows_of(self, names: list[str], width: int, bank: int, device: torch.device) -> Rows:
         """Which rows of a bank serve these layers; None for all in order. Kept, as to copy it makes a device wait."""
+        if self._narrowed:
+            return None
         rows = tuple(self.rows[name, width][1] for name in names)
         if rows == tuple(range(sum(place == bank for place, _ in self.rows.values()))):
             return None

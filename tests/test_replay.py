@@ -211,7 +211,8 @@ def test_masks_that_differ_from_layer_to_layer_are_copied_one_by_one():
     assert torch.equal(own, ~shared)
 
 
-def test_all_that_changes_from_step_to_step_is_read_anew():
+@pytest.mark.parametrize("beside", [False, True])  # the heads of a token, in memory
+def test_all_that_changes_from_step_to_step_is_read_anew(beside):
     matcher = METHODS["mmd"][0](resolve("mmd", None, "stable", {}).matcher)
     matcher.ensure(["a", "b"], 4, torch.device("cpu"))
     replays = replay.Replays(matcher, Recorder())
@@ -219,6 +220,8 @@ def test_all_that_changes_from_step_to_step_is_read_anew():
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
         queries, keys = ([torch.randn(3, 2, 6, 4, generator=generator) for _ in range(2)] for _ in range(2))
+        if beside:
+            queries, keys = ([t.transpose(1, 2).contiguous().transpose(1, 2) for t in side] for side in (queries, keys))
         masks = [torch.rand(2, 3, 6, generator=generator) < 0.8 for _ in range(2)]
         weights = [torch.rand(3, generator=generator) for _ in range(2)]
         counted = Counted((0.3, 0.7), (2, 3, 2), weights[0].device, weights, torch.rand(2, 1, 2), scale=4.0)
@@ -232,6 +235,7 @@ def test_all_that_changes_from_step_to_step_is_read_anew():
         truth = differentiate(matcher, torch.stack(queries), torch.stack(keys), *masks, ["a", "b"], acting)
         torch.testing.assert_close(found.of_query, truth.query)
         torch.testing.assert_close(found.of_key, truth.key)
+        assert found.of_key[1].stride() == keys[1].stride()
         torch.testing.assert_close(found.weighed, (truth.losses * outer).sum((1, 2)))
         del found  # gives back what is lent
     assert seen == 4

@@ -10,11 +10,12 @@ the largest: gradients are written over them, and lent until the backward has ha
 is matched plainly too.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +61,26 @@ class _Record:
     put_out: tuple[Tensor, Tensor, Told, Tensor | None, Tensor | None, list[Tensor | None]]
 
 
+class _Kind(NamedTuple):
+    """Of queries or keys [b, h, n, d]: gradients go back as these lie in memory, which nobody has to change then."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    by_tokens: bool  # the heads of a token lie beside each other
+
+    def of(self, memory: Tensor, count: int) -> Tensor:
+        """So many of the kind, in memory of that size."""
+        samples, heads, tokens, width = self.shape
+        if self.by_tokens:
+            return memory.view(self.dtype).view(count, samples, tokens, heads, width).transpose(2, 3)
+        return memory.view(self.dtype).view(count, *self.shape)
+
+
+def _kind(tokens: Tensor) -> _Kind:
+    by_tokens = not tokens.is_contiguous() and tokens.transpose(1, 2).is_contiguous()
+    return _Kind(tokens.shape, tokens.dtype, by_tokens)
+
+
 @dataclass
 class _Inputs:
     """Where a record reads. Masks that all calls share are read as one."""
@@ -71,6 +92,11 @@ class _Inputs:
     outer: Tensor  # [l, b, h]: what problems count in the value
     acting: Tensor  # [l, b, h]: and in the gradient
     counted: Counted | None = None  # which of them stand there
+
+    @functools.cached_property
+    def calls(self) -> list[Tensor]:
+        """The queries of each call, then the keys."""
+        return [*self.query.unbind(), *self.key.unbind()]
 
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any]]
@@ -134,7 +160,7 @@ class Replays:
             self._seen.clear()
             self._weights = weights
         what = (
-            tuple(names), queries[0].shape, keys[0].shape, queries[0].dtype, keys[0].dtype, queries[0].device,
+            tuple(names), *map(_kind, (queries[0], keys[0])), queries[0].device,
             _layout(query_mask), _layout(key_mask), alike, of_query, of_key,
             matcher.asked, matcher.training, self._settings(),
             torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(),
@@ -154,8 +180,7 @@ class Replays:
                     return None
                 self._records[what] = record
             inputs = record.inputs
-            torch.stack(queries, out=inputs.query)
-            torch.stack(keys, out=inputs.key)
+            torch._foreach_copy_(inputs.calls, [*queries, *keys])
             _copy_mask(inputs.query_mask, query_mask)
             if not alike:
                 _copy_mask(inputs.key_mask, key_mask)
@@ -179,14 +204,13 @@ class Replays:
 
     def _recorded(self, given: Any, names: list[str], *, alike: bool, of_query: bool, of_key: bool) -> _Record | None:
         queries, keys, query_mask, key_mask, outer, acting = given
-        kinds = [((len(side), *side[0].shape), side[0].dtype) for side in (queries, keys)]
+        kinds, count = [_kind(side[0]) for side in (queries, keys)], len(queries)
         both = None
         if kinds[0] == kinds[1]:
-            (count, *rest), dtype = kinds[0]
-            (both,) = self._carved([((2 * count, *rest), dtype)], keys[0].device)
+            (both,) = self._carved([(2 * count, kinds[0])], keys[0].device)
             places = [both[:count], both[count:]]
         else:
-            places = self._carved(kinds, keys[0].device)
+            places = self._carved([(count, kind) for kind in kinds], keys[0].device)
         masks = [_like_mask(query_mask), _like_mask(key_mask)]
         masks[1] = masks[0] if alike else masks[1]
         inputs = _Inputs(places[0], places[1], masks[0], masks[1], outer.clone(), acting.clone())
@@ -205,8 +229,7 @@ class Replays:
             return weighed, finite, told, found.query, found.key, found.networks
 
         try:
-            for place, side in zip(places, (queries, keys), strict=True):
-                torch.stack(side, out=place)  # something to work on
+            torch._foreach_copy_(inputs.calls, [*queries, *keys])  # something to work on
             work()  # kernels that are compiled on first use cannot be while they are recorded
             play, put_out = self._record(work)
         except RuntimeError as error:  # something asked the device, or there is no memory for it
@@ -215,9 +238,9 @@ class Replays:
             return None
         return _Record(inputs, both, play, put_out)
 
-    def _carved(self, wanted: list[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
-        """Tensors in the one stretch of memory. If they need a larger one, records of the old are given up."""
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in wanted]
+    def _carved(self, wanted: list[tuple[int, "_Kind"]], device: torch.device) -> list[Tensor]:
+        """So many of a kind in the one stretch of memory. If they need a larger one, those of the old are given up."""
+        sizes = [count * kind.shape.numel() * kind.dtype.itemsize for count, kind in wanted]
         starts = [0]
         for size in sizes:
             starts.append(-(-(starts[-1] + size) // ALIGNED) * ALIGNED)
@@ -226,8 +249,8 @@ class Replays:
             self._memory = torch.empty(starts[-1], dtype=torch.uint8, device=device)
         memory = self._memory
         return [
-            memory[start : start + size].view(dtype).view(shape)
-            for start, size, (shape, dtype) in zip(starts[:-1], sizes, wanted, strict=True)
+            kind.of(memory[start : start + size], count)
+            for start, size, (count, kind) in zip(starts[:-1], sizes, wanted, strict=True)
         ]
 
     def _record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:

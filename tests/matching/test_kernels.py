@@ -336,6 +336,31 @@ def test_scaling_is_as_precise_as_plain_torch(n, m, d, masked, dtype, monkeypatc
 
 
 @inside
+@pytest.mark.parametrize("masked", [False, True])
+def test_scaling_takes_tokens_as_they_lie_and_hands_gradients_back_so(masked):
+    from alignattn.matching.scale import standardise
+
+    query, key, masks = sides(2, 18, 130, 16, masked=masked)
+    found = []
+    for beside in (False, True, "cut"):
+        leaves = [t.to(DEVICE, torch.float32) for t in (query, key)]
+        if beside == "cut":  # some heads of many: no gradient has gaps
+            leaves = [torch.cat([t, t], 1)[:, : t.shape[1]] for t in leaves]
+        elif beside:
+            leaves = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in leaves]
+        leaves = [t.requires_grad_() for t in leaves]
+        scaled = standardise(*leaves, *(None if mask is None else mask.to(DEVICE) for mask in masks))
+        outer = [torch.linspace(-1, 1, t.numel(), device=DEVICE).view(t.shape) for t in scaled]
+        gradients = torch.autograd.grad(scaled, leaves, outer)
+        if beside != "cut":
+            assert [g.stride() for g in gradients] == [t.stride() for t in leaves]
+        found.append((*scaled, *gradients))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+@inside
 def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
     from alignattn.matching.scale import standardise
 
@@ -562,7 +587,11 @@ def test_times_one_number_in_single_precision(dtype):
     near = {"rtol": torch.finfo(dtype).eps, "atol": 0.0}  # the interpreter cuts off what a device rounds
     torch.testing.assert_close(times(values, by), expected, **near)
     torch.testing.assert_close(times(values.mT, by), expected.mT, **near)  # however they lie in memory
-    for over in (values.clone(), values.clone().mT):
+    beside = values.transpose(0, 1)  # as heads of a token lie
+    found = times(beside, by)
+    torch.testing.assert_close(found, expected.transpose(0, 1), **near)
+    assert found.stride() == beside.stride()
+    for over in (values.clone(), values.clone().mT, values.clone().transpose(0, 1)):
         before = over.clone()
         assert times(over, by, over) is over
         torch.testing.assert_close(over, (before.float() * by).to(dtype), **near)

@@ -47,7 +47,7 @@ class _Standardise(torch.autograd.Function):
         if ctx.by_kernel:
             from alignattn.matching.kernels import scale
 
-            ctx.masks = query_mask, key_mask
+            ctx.masks, ctx.kinds = (query_mask, key_mask), (scale.kind_of(query), scale.kind_of(key))
             found = scale.forward(query, key, query_mask, key_mask, LEAST_VARIANCE)
             ctx.save_for_backward(*found)
             return found[0], found[1]
@@ -85,7 +85,7 @@ class _Standardise(torch.autograd.Function):
             query, key, inverse, counts = ctx.saved_tensors
             of = gradients[0], gradients[1]
             query_mask, key_mask = ctx.masks
-            handed = scale.backward(of, (query, key), query_mask, key_mask, inverse, counts, ctx.dtypes)
+            handed = scale.backward(of, (query, key), query_mask, key_mask, inverse, counts, ctx.kinds)
             return *handed, None, None
         *sides, inverse, count = ctx.saved_tensors[:4]
         valid = ctx.saved_tensors[4:]

@@ -44,8 +44,9 @@ def _statistics(
     problem = tl.program_id(0).to(tl.int64)
     sample = problem // heads
     e = tl.arange(0, WIDTH)
-    of_query, queries, largest_query = total(query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-    of_key, keys, largest_key = total(key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    queries_at, keys_at = query + problem * n * d, key + problem * m * d
+    of_query, queries, largest_query = total(queries_at, query_mask, sample, n, d, d, ROWS, WIDTH, QUERY_MASKED)
+    of_key, keys, largest_key = total(keys_at, key_mask, sample, m, d, d, ROWS, WIDTH, KEY_MASKED)
     count = queries + keys
     mean = ((of_query + of_key) / tl.maximum(count, 1.0)).to(tl.float32)
     tl.store(means + problem * d + e, mean, mask=e < d)
@@ -53,8 +54,8 @@ def _statistics(
     if GIVEN:  # beyond 1e8 bandwidths every distance that is not zero has kernel zero
         r = tl.minimum(tl.load(given + problem).to(tl.float64) * size * size, 0.5e16)
     else:
-        squares = spread(query, query_mask, mean, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-        squares += spread(key, key_mask, mean, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+        squares = spread(queries_at, query_mask, mean, sample, n, d, d, ROWS, WIDTH, QUERY_MASKED)
+        squares += spread(keys_at, key_mask, mean, sample, m, d, d, ROWS, WIDTH, KEY_MASKED)
         typical = 2.0 * squares / (size * size) / tl.maximum(count - 1.0, 1.0)
         r = 1.0 / tl.where(typical <= 1e-28, 1.0, typical)  # all tokens are one: any bandwidth gives zero
     own = 0.0 * count

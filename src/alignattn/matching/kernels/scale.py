@@ -3,6 +3,9 @@ tokens a dozen times.
 
 A program serves one problem: it adds up its tokens, then their squares about the mean, then writes. The second and
 third time it finds them in the cache. Sums are in double precision, as squares of the largest numbers must stay finite.
+
+Queries and keys come as models make them, often with the heads of a token beside each other, and their gradients go
+back as they came: to have them otherwise would be a pass over all tokens on either way.
 """
 
 import torch
@@ -17,46 +20,56 @@ from alignattn.matching.kernels.tiles import (
     as_products_see,
     launch,
     read,
+    read_at,
     spread,
     total,
     valid_rows,
     width_of,
     write,
+    write_at,
 )
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # and strides
 
 
 @triton.jit
 def _scaled(
-    tokens, mask, out, mean, inverse, problem, sample, count, d,
+    tokens, mask, out, mean, inverse, problem, sample, count, stride, d,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
         valid = valid_rows(mask, sample, i, count, MASKED)
-        values = (read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]) * inverse
+        values = (read_at(tokens, i, valid, stride, d, WIDTH) - mean[None, :]) * inverse
         values = as_products_see(values, PRECISION)
         write(out, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
 
 
 @triton.jit
 def _forward(
-    query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d, least,
+    query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
+    query_sample, query_head, query_row, key_sample, key_head, key_row, least,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
-    sample = problem // heads
-    of_query, queries, _ = total(query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-    of_key, keys, _ = total(key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    sample, head = problem // heads, problem % heads
+    query += sample * query_sample + head * query_head
+    key += sample * key_sample + head * key_head
+    of_query, queries, _ = total(query, query_mask, sample, n, query_row, d, ROWS, WIDTH, QUERY_MASKED)
+    of_key, keys, _ = total(key, key_mask, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
     count = tl.maximum(queries + keys, 1.0)
     mean = ((of_query + of_key) / count).to(tl.float32)
-    squares = spread(query, query_mask, mean, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-    squares += spread(key, key_mask, mean, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+    squares = spread(query, query_mask, mean, sample, n, query_row, d, ROWS, WIDTH, QUERY_MASKED)
+    squares += spread(key, key_mask, mean, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
     factor = (1.0 / tl.sqrt(squares / (count * d) + least)).to(tl.float32)
     tl.store(inverse + problem, factor)
     tl.store(counts + problem, count.to(tl.float32))
-    _scaled(query, query_mask, out_query, mean, factor, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED, PRECISION)
-    _scaled(key, key_mask, out_key, mean, factor, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED, PRECISION)
+    _scaled(
+        query, query_mask, out_query, mean, factor, problem, sample, n, query_row, d,
+        ROWS, WIDTH, QUERY_MASKED, PRECISION,
+    )  # fmt: skip
+    _scaled(key, key_mask, out_key, mean, factor, problem, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED, PRECISION)
 
 
 @triton.jit
@@ -76,7 +89,7 @@ def _felt(
 
 @triton.jit
 def _handed(
-    gradient, scaled, mask, out, shared, factor, inverse, problem, sample, count, d,
+    gradient, scaled, mask, out, shared, factor, inverse, problem, sample, count, stride, d,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     for start in range(0, count, ROWS):
@@ -84,25 +97,36 @@ def _handed(
         valid = valid_rows(mask, sample, i, count, MASKED)
         g = read(gradient, problem, i, valid, count, d, WIDTH)
         values = (g - shared[None, :] - read(scaled, problem, i, valid, count, d, WIDTH) * factor) * inverse
-        write(out, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
+        write_at(out, tl.where(valid[:, None], values, 0.0), i, count, stride, d, WIDTH)
 
 
 @triton.jit
 def _backward(
     of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
+    query_sample, query_head, query_row, key_sample, key_head, key_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
 ):  # fmt: skip
     problem = tl.program_id(0).to(tl.int64)
-    sample = problem // heads
+    sample, head = problem // heads, problem % heads
+    out_query += sample * query_sample + head * query_head
+    out_key += sample * key_sample + head * key_head
     count = tl.load(counts + problem)
     first, of_first = _felt(of_query, query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
     second, of_second = _felt(of_key, key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
     shared, factor = (first + second) / count, (of_first + of_second) / (count * d)
     by = tl.load(inverse + problem)
     _handed(
-        of_query, query, query_mask, out_query, shared, factor, by, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED
-    )
-    _handed(of_key, key, key_mask, out_key, shared, factor, by, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
+        of_query, query, query_mask, out_query, shared, factor, by, problem, sample, n, query_row, d,
+        ROWS, WIDTH, QUERY_MASKED,
+    )  # fmt: skip
+    _handed(of_key, key, key_mask, out_key, shared, factor, by, problem, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
+
+
+def kind_of(tokens: Tensor) -> Kind:
+    """As their gradient is to be: with the heads of a token beside each other, where those of [p, h, n, d] are so."""
+    _, heads, count, d = tokens.shape
+    by_tokens = tokens.transpose(1, 2).is_contiguous()
+    return tokens.dtype, tokens.stride() if by_tokens else (heads * count * d, count * d, d, 1)
 
 
 def forward(
@@ -115,8 +139,9 @@ def forward(
     samples, heads = query.shape[:2]
     scaled = [torch.empty(side.shape, dtype=torch.float32, device=side.device) for side in (query, key)]
     inverse, counts = (torch.empty(samples, heads, dtype=torch.float32, device=query.device) for _ in range(2))
-    given = query.contiguous(), key.contiguous(), *as_bytes(query_mask, key_mask, query)
-    sizes = heads, query.shape[2], key.shape[2], query.shape[3]
+    query, key = (side if side.stride(3) == 1 else side.contiguous() for side in (query, key))
+    given = query, key, *as_bytes(query_mask, key_mask, query)
+    sizes = heads, query.shape[2], key.shape[2], query.shape[3], *query.stride()[:3], *key.stride()[:3]
     settings = _shapes(query, query_mask, key_mask)
     settings["PRECISION"] = products_for(query.dtype, key.dtype)
     launch(_forward, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
@@ -130,14 +155,18 @@ def backward(
     key_mask: Tensor | None,
     inverse: Tensor,
     counts: Tensor,
-    dtypes: tuple[torch.dtype, torch.dtype],
+    kinds: tuple[Kind, Kind],
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of what was standardised."""
+    """Gradients of what was standardised, which was of these kinds."""
     query, key = scaled
     samples, heads = query.shape[:2]
-    found = [torch.empty_like(side, dtype=dtype) for side, dtype in zip(scaled, dtypes, strict=True)]
+    found = [
+        torch.empty_strided(side.shape, strides, dtype=dtype, device=side.device)
+        for side, (dtype, strides) in zip(scaled, kinds, strict=True)
+    ]
     given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
-    sizes = heads, query.shape[2], key.shape[2], query.shape[3]
+    strides = *found[0].stride()[:3], *found[1].stride()[:3]
+    sizes = heads, query.shape[2], key.shape[2], query.shape[3], *strides
     settings = _shapes(query, query_mask, key_mask)
     launch(_backward, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
     return found[0], found[1]

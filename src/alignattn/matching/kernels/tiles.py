@@ -28,17 +28,29 @@ def valid_rows(mask, sample, i, count, MASKED: tl.constexpr):
 @triton.jit
 def read(tokens, problem, i, valid, count, d, WIDTH: tl.constexpr):
     """These rows of a problem, in single precision."""
+    return read_at(tokens + problem * count * d, i, valid, d, d, WIDTH)
+
+
+@triton.jit
+def read_at(tokens, i, valid, stride, d, WIDTH: tl.constexpr):
+    """The same, where rows begin `stride` numbers after each other."""
     e = tl.arange(0, WIDTH)
-    at = (problem * count + i[:, None]) * d + e[None, :]
-    return tl.load(tokens + at, mask=valid[:, None] & (e[None, :] < d), other=0.0).to(tl.float32)
+    at = tokens + i[:, None] * stride + e[None, :]
+    return tl.load(at, mask=valid[:, None] & (e[None, :] < d), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write(tokens, values, problem, i, count, d, WIDTH: tl.constexpr):
     """These rows of a problem, in the precision they have there."""
+    write_at(tokens + problem * count * d, values, i, count, d, d, WIDTH)
+
+
+@triton.jit
+def write_at(tokens, values, i, count, stride, d, WIDTH: tl.constexpr):
+    """The same, where rows begin `stride` numbers after each other."""
     e = tl.arange(0, WIDTH)
-    at = (problem * count + i[:, None]) * d + e[None, :]
-    tl.store(tokens + at, values.to(tokens.dtype.element_ty), mask=(i[:, None] < count) & (e[None, :] < d))
+    at = tokens + i[:, None] * stride + e[None, :]
+    tl.store(at, values.to(tokens.dtype.element_ty), mask=(i[:, None] < count) & (e[None, :] < d))
 
 
 @triton.jit
@@ -51,15 +63,15 @@ def as_products_see(values, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def total(tokens, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """The sum of all valid tokens, how many they are, and the largest entry."""
+def total(tokens, mask, sample, count, stride, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """The sum of all valid tokens of a problem that begins there, how many they are, and the largest entry."""
     summed = tl.zeros([WIDTH], tl.float64)
     many = tl.zeros([ROWS], tl.float64)
     largest = tl.zeros([WIDTH], tl.float32)
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
         valid = valid_rows(mask, sample, i, count, MASKED)
-        tile = read(tokens, problem, i, valid, count, d, WIDTH)
+        tile = read_at(tokens, i, valid, stride, d, WIDTH)
         summed += tl.sum(tile.to(tl.float64), 0)
         many += valid.to(tl.float64)
         largest = tl.maximum(largest, tl.max(tl.abs(tile), 0))
@@ -67,16 +79,14 @@ def total(tokens, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def spread(
-    tokens, mask, mean, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
+def spread(tokens, mask, mean, sample, count, stride, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
     """The sum of squares about the mean. In double precision those of the largest numbers stay finite."""
     e = tl.arange(0, WIDTH)
     summed = tl.zeros([WIDTH], tl.float64)
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
         valid = valid_rows(mask, sample, i, count, MASKED)
-        apart = read(tokens, problem, i, valid, count, d, WIDTH) - mean[None, :]
+        apart = read_at(tokens, i, valid, stride, d, WIDTH) - mean[None, :]
         apart = tl.where(valid[:, None] & (e[None, :] < d), apart, 0.0).to(tl.float64)
         summed += tl.sum(apart * apart, 0)
     return tl.sum(summed, 0)

@@ -19,7 +19,13 @@ def _times(values, by, out, count, BLOCK: tl.constexpr):
 
 
 def times(values: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
-    """`values` · `by`, of no dimension, in the precision of the values; written over `out`, if that is given."""
+    """`values` · `by`, of no dimension, in the precision of the values; written over `out`, if that is given.
+
+    The last axes but one may have changed places, and have in the product.
+    """
+    if values.ndim > 2 and not values.is_contiguous() and values.transpose(-3, -2).is_contiguous():
+        product = times(values.transpose(-3, -2), by, None if out is None else out.transpose(-3, -2))
+        return product.transpose(-3, -2) if out is None else out
     values = values.contiguous()
     product = torch.empty_like(values) if out is None or not out.is_contiguous() else out
     launch(_times, triton.cdiv(values.numel(), BLOCK), values, by, product, values.numel(), BLOCK=BLOCK)

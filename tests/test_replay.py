@@ -275,3 +275,26 @@ def test_what_problems_count_is_that_of_each_call(changes):
         torch.testing.assert_close(found.weighed, (truth.losses * counted.in_total()).sum((1, 2)))
         del found
     assert played == 4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", ["query", "key", "padding", "largest"])
+@pytest.mark.parametrize("standardise", [False, True])  # then it shows in the scale
+def test_what_is_not_finite_is_told_of_its_layer(bad, where, standardise):
+    matcher = METHODS["mmd"][0](resolve("mmd", None, "stable", {"standardise": standardise}).matcher)
+    matcher.ensure(["a", "b", "c"], 4, torch.device("cpu"))
+    replays = replay.Replays(matcher, Recorder())
+    mask = torch.ones(3, 2, 6, dtype=torch.bool)
+    mask[:, :, 5] = False
+    counted = Counted((0.3, 0.3, 0.4), (3, 2, 3), mask.device)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        queries, keys = ([torch.randn(2, 3, 6, 4, generator=generator) for _ in range(3)] for _ in range(2))
+        if where == "largest":  # which are numbers yet
+            queries[1][0, 1, 2, 3], keys[1][1] = 3e38, -3e38
+        else:
+            (keys if where == "key" else queries)[1][1, 2, 5 if where == "padding" else 3, 0] = bad
+        found = replays.match(
+            queries, keys, mask, mask, ["a", "b", "c"], counted, lambda query, key: None, of_query=True, of_key=True
+        )
+    assert found.finite.tolist() == [True, where in {"padding", "largest"}, True]

@@ -38,8 +38,17 @@ class FiniteCheck:
 
 def finite_layers(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
     """Of queries and keys [l, b, h, tokens, d], where masks [l, b, tokens] are True: [l]."""
-    largest = _largest(query, query_mask) + _largest(key, key_mask)
-    return largest - largest == 0  # infinity minus itself is NaN, and so is NaN minus itself
+    return are_finite(largest_of(query, key, query_mask, key_mask))
+
+
+def largest_of(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Tensor:
+    """Of each layer's, a number [l] that is not finite where one of theirs is not."""
+    return _largest(query, query_mask) + _largest(key, key_mask)
+
+
+def are_finite(numbers: Tensor) -> Tensor:
+    """Infinity minus itself is NaN, and so is NaN minus itself."""
+    return numbers - numbers == 0
 
 
 def _largest(tokens: Tensor, mask: Tensor | None) -> Tensor:

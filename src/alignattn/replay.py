@@ -22,7 +22,7 @@ from torch import Tensor
 
 from alignattn.counted import Counted
 from alignattn.devices import on_device
-from alignattn.finite import finite_layers
+from alignattn.finite import are_finite, largest_of
 from alignattn.matching.at_once import differentiate
 from alignattn.matching.matcher import Matcher
 
@@ -217,15 +217,15 @@ class Replays:
         matcher = self._matcher
 
         def work() -> Any:
-            counted = [matcher.counted(mask) for mask in (inputs.query_mask, inputs.key_mask)]
-            finite = finite_layers(inputs.query, inputs.key, *counted)
             before = matcher.taken_back()
             found = differentiate(
                 matcher, inputs.query, inputs.key, inputs.query_mask, inputs.key_mask, names, inputs.acting,
-                of_query=of_query, of_key=of_key, in_place=True,
+                of_query=of_query, of_key=of_key, in_place=True, look=largest_of,
             )  # fmt: skip
             weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
             told = matcher.taken_back(instead=before)
+            assert found.witness is not None
+            finite = are_finite(found.witness).flatten(1).all(1)
             return weighed, finite, told, found.query, found.key, found.networks
 
         try:

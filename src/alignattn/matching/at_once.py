@@ -4,7 +4,7 @@ Problems know nothing of each other. So a matching can be differentiated piece b
 backward: what a piece needs in memory is free before the next begins, and on a CPU a piece stays in cache.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +23,7 @@ LARGEST_PIECE = 5 * 2**22
 LONG, LONG_PIECE = 2048, 2**22  # tokens of a problem that fills an accelerator with few others, and then
 
 Piece = tuple[slice, slice, slice]  # of calls, of samples, of heads
+Look = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Differentiated:
     query: Float[Tensor, "l b h n d"] | None
     key: Float[Tensor, "l b h m d"] | None
     networks: list[Tensor | None]  # in the order of matcher.parameters()
+    witness: Float[Tensor, "l b h"] | None = None  # not finite where queries or keys are not
 
 
 def differentiate(
@@ -47,16 +49,19 @@ def differentiate(
     of_query: bool = True,
     of_key: bool = True,
     in_place: bool = False,
+    look: Look | None = None,
 ) -> Differentiated:
     """As `matcher(query, key, ...)` and a backward with `outer` would.
 
     None stands for gradients that are not wanted, or do not depend on what they are of. `in_place`: nobody needs the
-    queries and keys any more, and their gradients are written over them.
+    queries and keys any more, and their gradients are written over them. `look` tells of queries, keys and masks
+    numbers [l] that are not finite where theirs are not; it is asked where the matcher does not find out by itself.
     """
     networks = _Networks(matcher)
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses: Tensor | None = None
+    witness = None if look is None else query.new_empty(query.shape[:3], dtype=outer.dtype)
     for piece in _pieces(matcher, query, key):
         leaves = [side[piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[piece[:2]] for mask in (query_mask, key_mask)]
@@ -68,6 +73,10 @@ def differentiate(
             values: Tensor = functional_call(matcher, own, given) if own else matcher(*given)
             losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
             losses[piece] = values.detach()
+            if look is not None and witness is not None:
+                counted = (matcher.counted(mask) for mask in masks)
+                seen = matcher.scales
+                witness[piece] = look(*leaves, *counted)[:, None, None] if seen is None else seen.view_as(values)
             learning = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
             of = [*(leaf for leaf in leaves if leaf.requires_grad), *learning.values()]
             arrived = iter(_gradients(values, of, outer[piece]))
@@ -79,7 +88,7 @@ def differentiate(
                 whole[piece] = 0.0
         networks.add(learning, arrived)
     assert losses is not None  # there is a piece at least
-    return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients())
+    return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients(), witness)
 
 
 class _Networks:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from alignattn.errors import ConfigError, unknown
 from alignattn.matching import kernels
 from alignattn.matching.networks import Rows
-from alignattn.matching.scale import standardise
+from alignattn.matching.scale import on_one_scale
 from alignattn.matching.tokens import blank_padding, full_precision
 
 Edges = tuple[Tensor, Tensor]  # of a graph: places of queries, and of the keys they attend to
@@ -82,6 +82,8 @@ class Matcher(nn.Module):
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
         self._learnt: list[nn.Parameter] | None = None
         self.edges: Edges | None = None  # of the call that is being matched
+        # Of each problem that was just brought onto one scale, one over the deviation [lb, h]: NaN where a token is.
+        self.scales: Tensor | None = None
         self._narrowed = False  # to the layers of the call that is being matched
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
@@ -229,9 +231,10 @@ class Matcher(nn.Module):
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         if self.config.standardise:
-            ready = standardise(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
+            *ready, self.scales = on_one_scale(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
         else:
-            ready = (blank_padding(query.flatten(0, 1), masks[0]), blank_padding(key.flatten(0, 1), masks[1]))
+            self.scales = None
+            ready = [blank_padding(query.flatten(0, 1), masks[0]), blank_padding(key.flatten(0, 1), masks[1])]
         query, key = (t.unflatten(0, (layers, samples)) for t in ready)
         losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
         return losses

@@ -33,16 +33,27 @@ def standardise(
     key_mask: Bool[Tensor, "p m"] | None,
 ) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"]]:
     """Queries and keys of each problem minus their common mean, over their common deviation; zeros at padding."""
-    scaled: tuple[Tensor, Tensor] = _Standardise.apply(query, key, query_mask, told_apart(query_mask, key_mask))
-    return scaled
+    return on_one_scale(query, key, query_mask, key_mask)[:2]
+
+
+def on_one_scale(
+    query: Float[Tensor, "p h n d"],
+    key: Float[Tensor, "p h m d"],
+    query_mask: Bool[Tensor, "p n"] | None,
+    key_mask: Bool[Tensor, "p m"] | None,
+) -> tuple[Float[Tensor, "p h n d"], Float[Tensor, "p h m d"], Float[Tensor, "p h"]]:
+    """The same, and one over the deviation, a constant, which is NaN where a valid token is not finite."""
+    found: tuple[Tensor, ...] = _Standardise.apply(query, key, query_mask, told_apart(query_mask, key_mask))
+    return found[0], found[1], found[2]
 
 
 class _Standardise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.dtypes = query.dtype, key.dtype
+        ctx.set_materialize_grads(False)  # the constant's are none
         ctx.by_kernel = kernels.serve(query, dtypes=kernels.SHORT) and kernels.serve(key, dtypes=kernels.SHORT)
         if ctx.by_kernel:
             from alignattn.matching.kernels import scale
@@ -50,7 +61,8 @@ class _Standardise(torch.autograd.Function):
             ctx.masks, ctx.kinds = (query_mask, key_mask), (scale.kind_of(query), scale.kind_of(key))
             found = scale.forward(query, key, query_mask, key_mask, LEAST_VARIANCE)
             ctx.save_for_backward(*found)
-            return found[0], found[1]
+            ctx.mark_non_differentiable(found[2])
+            return found[0], found[1], found[2]
         masks = query_mask, key_mask
         sides = [cleared(side, mask) for side, mask in zip((query, key), masks, strict=True)]
         valid = [_valid(side, mask) for side, mask in zip(sides, masks, strict=True)]  # (p or 1, 1, n, 1)
@@ -74,22 +86,27 @@ class _Standardise(torch.autograd.Function):
             side *= inverse
         ctx.save_for_backward(*sides, inverse / peak, count, *valid)
         ctx.masks = masks
-        return sides[0], sides[1]
+        inverse = (inverse / peak)[..., 0, 0]
+        ctx.mark_non_differentiable(inverse)
+        return sides[0], sides[1], inverse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of = [
+            torch.zeros_like(side) if g is None else g
+            for g, side in zip(gradients, ctx.saved_tensors[:2], strict=False)
+        ]
         if ctx.by_kernel:
             from alignattn.matching.kernels import scale
 
             query, key, inverse, counts = ctx.saved_tensors
-            of = gradients[0], gradients[1]
             query_mask, key_mask = ctx.masks
-            handed = scale.backward(of, (query, key), query_mask, key_mask, inverse, counts, ctx.kinds)
+            handed = scale.backward((of[0], of[1]), (query, key), query_mask, key_mask, inverse, counts, ctx.kinds)
             return *handed, None, None
         *sides, inverse, count = ctx.saved_tensors[:4]
         valid = ctx.saved_tensors[4:]
-        given = [cleared(g, mask) for g, mask in zip(gradients, ctx.masks, strict=True)]
+        given = [cleared(g, mask) for g, mask in zip(of, ctx.masks, strict=True)]
         total = given[0].sum(2, keepdim=True) + given[1].sum(2, keepdim=True)  # (p, h, 1, d)
         products = [(g * y).sum((2, 3), keepdim=True) for g, y in zip(given, sides, strict=True)]  # (p, h, 1, 1)
         shared = total * inverse / count

@@ -288,6 +288,7 @@ def test_what_is_not_finite_is_told_of_its_layer(bad, where, standardise):
     mask[:, :, 5] = False
     counted = Counted((0.3, 0.3, 0.4), (3, 2, 3), mask.device)
     for step in range(4):
+        found = None  # gives back what is lent
         generator = torch.Generator().manual_seed(step)
         queries, keys = ([torch.randn(2, 3, 6, 4, generator=generator) for _ in range(3)] for _ in range(2))
         if where == "largest":  # which are numbers yet

@@ -85,8 +85,9 @@ def test_training_by_records_is_training(method):
     recorder = Recorder()
     plain, expected = trained(method, None)
     replayed, losses = trained(method, recorder)
-    assert recorder.records == 2 * 3  # one a layer: on a CPU they are not stacked; with figures and without
-    assert recorder.played == 3 * (32 - 2 * 2)  # two times before, either
+    # One a layer, as on a CPU they are not stacked, with figures and without; and one that multiplies what it puts out.
+    assert recorder.records == 2 * 2 * 3
+    assert recorder.played == 2 * 3 * (32 - 2 * 2)  # two times before, either
     assert losses == pytest.approx(expected, rel=1e-4)
     assert_alike(plain, replayed)
 
@@ -180,7 +181,7 @@ def test_recording_draws_no_random_numbers_and_knows_the_settings():
             alignment.loss().backward()
             optimizer.step()
     assert torch.equal(state, torch.random.get_rng_state())
-    assert recorder.records == 2
+    assert recorder.records == 2 * 2  # each with what multiplies its gradients
     assert replay._layout(None) is None and replay._layout(torch.ones(1, 1, 1, dtype=torch.bool)) == 1
 
 

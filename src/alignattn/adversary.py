@@ -57,20 +57,22 @@ class Adversary:
             return
         self.due = False
         parameters = self._parameters()
-        arrived = any(p.grad is not None for p in parameters)
+        gradients = [parameter.grad for parameter in parameters]
+        arrived = any(gradient is not None for gradient in gradients)
         if not arrived and not several():
             return
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                parameter.grad = torch.zeros_like(parameter)
         skip = parameters[0].new_zeros(())
         if several():
             skip += _averaged(parameters, arrived=arrived)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them
+        all_of_them = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._one is None or self._one.device != skip.device:
             self._one = torch.ones_like(skip)
         # As torch's own scaler looks at gradients, all in one call; what it multiplies them by is one.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, skip, self._one)
-        self._adam(self.optimizer, parameters, gradients, skip)
+        torch._amp_foreach_non_finite_check_and_unscale_(all_of_them, skip, self._one)
+        self._adam(self.optimizer, parameters, all_of_them, skip)
         for parameter in parameters:
             parameter.grad = None
             increment_version(parameter)  # fused Adam does not tell autograd that it wrote

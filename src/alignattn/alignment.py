@@ -28,7 +28,7 @@ from alignattn.capture.search import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError, ShapeError
 from alignattn.matching.matcher import Matcher
-from alignattn.meter import Meter
+from alignattn.meter import Figures, Meter
 from alignattn.objective import on_one_device
 from alignattn.passes import Pass, Passes, Record
 from alignattn.recentre import Recentring
@@ -251,14 +251,21 @@ class Alignment:
             self._passes.weigh(share)
         if self._adds_to_outputs:
             if hasattr(output, "to_tuple") and _is_number(getattr(output, "loss", None)):
-                self.meter.add(("task_loss",), output["loss"])
+                self._note_task(output["loss"])
                 output["loss"] = output["loss"] + self._handed_out(done).to(output["loss"].device)
                 return output
             if isinstance(output, tuple) and has_labels and _is_number(output[0]):
-                self.meter.add(("task_loss",), output[0])
+                self._note_task(output[0])
                 return (output[0] + self._handed_out(done).to(output[0].device), *output[1:])
         done.watch_backward()
         return None
+
+    def _note_task(self, loss: Tensor) -> None:
+        """For the logs: the model's own loss, in whose place another is handed out."""
+        if torch.compiler.is_compiling():
+            self.meter.add(("task_loss",), loss)
+        else:
+            self.meter.gather(("task_loss",), [loss])
 
     def _share_of_update(self, kwargs: dict[str, Any]) -> Callable[[int], Tensor] | None:
         """What the samples of a forward count, where the host tells how many labels an update has."""
@@ -346,11 +353,15 @@ class Alignment:
 
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
-        parts = on_one_device(list(self.parts.values()), torch.stack)
-        whole = weight * (parts.mean() if self.config.reduction == "mean" else parts.sum() * self.objective.counted)
-        if not (isinstance(weight, Tensor) and weight.device == parts.device):
-            weight = torch.ones_like(whole) * weight
-        self.meter.add(_figures_of(self.parts), torch.cat([torch.stack([whole, weight]), parts]))
+        figures = Figures(None if self.config.reduction == "mean" else self.objective.counted)
+        parts = self.parts.values()
+        if not torch.compiler.is_compiling():
+            self.meter.gather(_figures_of(self.parts), [weight, *parts], figures)
+            return
+        along = on_one_device(list(parts), torch.stack)
+        if not (isinstance(weight, Tensor) and weight.device == along.device):
+            weight = along.new_ones(()) * weight
+        self.meter.add(_figures_of(self.parts), figures(torch.cat([weight[None], along])[None])[0])
 
     def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A loss function with the term added, for a host that computes the loss outside the model.

@@ -209,11 +209,6 @@ class Balance:
             self.fair_weight = torch.tensor(float(saved.get("fair_weight", saved["weight"])))
 
 
-def at_least_single(gradient: Tensor) -> Tensor:
-    """Half precision as single: a gradient scaler's factor alone may be more than fp16 can hold."""
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-
-
 @torch.no_grad()
 def _norm(gradient: Tensor, without: Tensor | None = None) -> Tensor:
     """Of a gradient, or of what is left of it without another; summed in single precision at least."""

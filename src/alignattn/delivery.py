@@ -7,21 +7,20 @@ of those outputs: they reach the projections' parameters and stop there.
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
-from alignattn.balance import Balance, MeetHanded, Weight, at_least_single, norms
+from alignattn.balance import Balance, MeetHanded, Weight, norms
 from alignattn.capture import Projected, QueryKey, Source
 from alignattn.capture.hook import is_compiled_output
 from alignattn.capture.standin import stand_in
 from alignattn.errors import CaptureError
-from alignattn.matching import kernels
-from alignattn.replay import Lease
+from alignattn.precision import at_least_single, has_kernel, times
+from alignattn.replay import InPlace, Lease
 
 COMPILED = (
     "{}: in a compiled model autograd does not see the way from queries and keys back to their projections. Use "
@@ -29,14 +28,14 @@ COMPILED = (
 )
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A gradient that is one of many, computed together: on its way it costs nothing of its own."""
 
     whole: Tensor
     at: int
     ours: bool = False  # memory that alignment made for it: autograd may have handed out one tensor for two
     lent: bool = False  # by a record, whose next replay writes over it
+    record: InPlace | None = None  # that multiplies all of them where they lie
 
     def alone(self) -> Tensor:
         """The gradient itself."""
@@ -69,22 +68,25 @@ class Delivery:
         self._targets: list[Tensor] = []
         self._places: list[tuple[int, int | None]] = []  # of each target: which whole, and where in it
         self._spared: set[int] = set()  # wholes that must not be written over
-        self._wholes: dict[int, tuple[int, Tensor, Weight]] = {}  # by id: their number, and the factor of each
+        # By id: their number, the factor of each, and what multiplies it, if anything is known to.
+        self._wholes: dict[int, tuple[int, Tensor, Weight, InPlace | None]] = {}
         self._met: dict[int, tuple[Tensor, _Met]] = {}  # by id too
         self._told: list[Callable[[Tensor], None]] = []  # told the factor that the whole loss got
 
     def to(self, target: Tensor, gradient: Tensor | Slice, factor: Weight) -> None:
         """`target` is to get `factor` times the gradient. Factors that are one object are multiplied with once."""
-        whole, at = (gradient.whole, gradient.at) if isinstance(gradient, Slice) else (gradient, None)
-        number, _, kept = self._wholes.setdefault(id(whole), (len(self._wholes), whole, factor))
+        whole, at, ours, lent, record = (
+            gradient if isinstance(gradient, Slice) else (gradient, None, False, False, None)
+        )
+        known = self._wholes.get(id(whole))
+        if known is None:
+            known = self._wholes[id(whole)] = (len(self._wholes), whole, factor, record)
+        number, _, kept, _ = known
         assert kept is factor
-        if not isinstance(gradient, Slice) or not self._may_write_over(gradient, target):
+        if number not in self._spared and not (ours and (not lent or (not self._alone and _is_consumed(target)))):
             self._spared.add(number)
         self._targets.append(target)
         self._places.append((number, at))
-
-    def _may_write_over(self, gradient: Slice, target: Tensor) -> bool:
-        return gradient.ours and not (gradient.lent and (self._alone or not _is_consumed(target)))
 
     def to_tokens(
         self,
@@ -99,17 +101,21 @@ class Delivery:
         balance: Balance | None,
     ) -> None:
         """Queries and keys, or their projections, are to get `factor` times their gradients: weight over `scale`."""
-        sides = ((record.query, record.query_source, of_query), (record.key, record.key_source, of_key))
+        of_query = of_query if record.query.requires_grad else None
+        of_key = of_key if record.key.requires_grad else None
         through = generator == "model"
-        known = [(tokens, gradient) for tokens, _, gradient in sides if gradient is not None]
         if through:
-            for target, taken in known:
-                self.to(target if record.kept else stand_in(target), taken, factor)
+            for tokens, own in ((record.query, of_query), (record.key, of_key)):
+                if own is not None:
+                    self.to(tokens if record.kept else stand_in(tokens), own, factor)
         else:
-            for target, back in _taken_back(record, [(tokens, gradient.alone()) for tokens, gradient in known]):
+            pairs = ((record.query, of_query), (record.key, of_key))
+            known = [(tokens, own.alone()) for tokens, own in pairs if own is not None]
+            for target, back in _taken_back(record, known):
                 self.to(target, back, factor)
         if balance is None:
             return
+        sides = ((record.query, record.query_source, of_query), (record.key, record.key_source, of_key))
         for tokens, source, gradient in sides:  # from here on: the way back, above, calls hooks too
             if gradient is not None and source is not None:
                 self._watch_copies(tokens, source, gradient.alone(), weight, scale=scale, balance=balance)
@@ -134,7 +140,8 @@ class Delivery:
 
     def term(self, weight: Weight, values: Tensor) -> Tensor:
         """The weighted sum of these values, whose backward hands out the gradients."""
-        wholes, factors = [w for _, w, _ in self._wholes.values()], [f for _, _, f in self._wholes.values()]
+        wholes = [whole for _, whole, _, _ in self._wholes.values()]
+        factors = [(factor, record) for _, _, factor, record in self._wholes.values()]
         met = [(self._wholes[key][0] if key in self._wholes else None, one) for key, (_, one) in self._met.items()]
         looks = met, self._told
         places = self._places, self._spared
@@ -180,7 +187,7 @@ class _Deliver(torch.autograd.Function):
         weight: Weight,
         values: Tensor,
         wholes: list[Tensor],
-        factors: list[Weight],  # of each whole
+        factors: list[tuple[Weight, InPlace | None]],  # of each whole, and what multiplies it
         places: tuple[list[tuple[int, int | None]], set[int]],  # of targets in wholes; wholes to be spared
         looks: tuple[list[tuple[int | None, _Met]], list[Callable[[Tensor], None]]],
         leases: list[Lease],
@@ -257,17 +264,27 @@ def _is_compiled() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False)) or torch.compiler.is_compiling()
 
 
-def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut: set[int], over: set[int]) -> list[Any]:
+def _scaled(
+    wholes: Sequence[Tensor],
+    factors: list[tuple[Weight, InPlace | None]],
+    outer: Tensor,
+    cut: set[int],
+    over: set[int],
+) -> list[Any]:
     """Each whole times its factor and `outer`, all of one kind at once; those that are `cut`, as their parts.
 
     Some are written `over`: another as large would show in what a step needs.
     """
     kinds: dict[Any, list[int]] = {}
-    for number, (whole, factor) in enumerate(zip(wholes, factors, strict=True)):
-        kinds.setdefault((id(factor), whole.device, whole.dtype, number in over), []).append(number)
     scaled: list[Any] = [None] * len(wholes)
+    for number, (whole, (factor, record)) in enumerate(zip(wholes, factors, strict=True)):
+        if number in over and record is not None:
+            record.multiply((outer * factor).to(whole.device))
+            scaled[number] = record.parts
+        else:
+            kinds.setdefault((id(factor), whole.device, whole.dtype, number in over), []).append(number)
     for (_, device, dtype, in_place), numbers in kinds.items():
-        by = (outer * factors[numbers[0]]).to(device)
+        by = (outer * factors[numbers[0]][0]).to(device)
         some = [wholes[number] for number in numbers]
         if dtype in (torch.float32, torch.float64):
             if in_place:
@@ -277,26 +294,12 @@ def _scaled(wholes: Sequence[Tensor], factors: list[Weight], outer: Tensor, cut:
                 scaled[number] = product.unbind() if number in cut else product
         else:
             for number, whole in zip(numbers, some, strict=True):
-                if number in cut and not _has_kernel(whole):  # of all at once, copies in single precision would show
-                    scaled[number] = [_short(part, by, part if in_place else None) for part in whole.unbind()]
+                if number in cut and not has_kernel(whole):  # of all at once, copies in single precision would show
+                    scaled[number] = [times(part, by, part if in_place else None) for part in whole.unbind()]
                 else:
-                    product = _short(whole, by, whole if in_place else None)
+                    product = times(whole, by, whole if in_place else None)
                     scaled[number] = product.unbind() if number in cut else product
     return scaled
-
-
-def _short(tokens: Tensor, by: Tensor, out: Tensor | None) -> Tensor:
-    """Of half precision, multiplied in single."""
-    if _has_kernel(tokens):
-        from alignattn.matching.kernels.times import times
-
-        return times(tokens, by, out)
-    product = (at_least_single(tokens) * by).to(tokens.dtype)
-    return product if out is None else out.copy_(product)
-
-
-def _has_kernel(whole: Tensor) -> bool:
-    return whole.ndim > 0 and kernels.serve(whole, widest=sys.maxsize, dtypes=kernels.SHORT)
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -18,16 +18,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from alignattn import delivery
 from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
 from alignattn.counted import Counted
+from alignattn.delivery import Delivery, Slice
 from alignattn.distances import Distances
 from alignattn.finite import FiniteCheck
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
-from alignattn.replay import Lease, Pool, Recorder, Replays
+from alignattn.replay import InPlace, Lease, Pool, Recorder, Replays
 from alignattn.stacks import Stack, stacked, together
 from alignattn.thinning import Thinning
 
@@ -68,14 +68,15 @@ class _Together:
     finite: Tensor | None = None  # [l], if it was not told yet
     of_both: Tensor | None = None  # [2 l, b, h, n, d], where queries and keys lie in one stretch of memory
     ours: bool = True  # gradients lie in memory that was made for them
+    in_place: InPlace | None = None  # what multiplies those of both
 
-    def slices(self, at: int) -> tuple[delivery.Slice | None, delivery.Slice | None]:
+    def slices(self, at: int) -> tuple[Slice | None, Slice | None]:
         """The gradients of one record's queries and keys."""
-        kind = {"ours": self.ours, "lent": self.lease is not None}
-        if self.of_both is not None:
-            both, half = self.of_both, len(self.of_both) // 2
-            return delivery.Slice(both, at, **kind), delivery.Slice(both, half + at, **kind)
-        of_query, of_key = (None if w is None else delivery.Slice(w, at, **kind) for w in (self.of_query, self.of_key))
+        lent = self.lease is not None
+        if (both := self.of_both) is not None:
+            other = len(both) // 2 + at
+            return Slice(both, at, self.ours, lent, self.in_place), Slice(both, other, self.ours, lent, self.in_place)
+        of_query, of_key = (None if w is None else Slice(w, at, self.ours, lent) for w in (self.of_query, self.of_key))
         return of_query, of_key
 
 
@@ -126,20 +127,22 @@ class Objective:
             records = [record for record, wanted in zip(records, chosen, strict=True) if wanted]
             shares = [share * self.counted for share, wanted in zip(shares, chosen, strict=True) if wanted]
         acts = not is_nothing(weight)  # else the model's own gradients are untouched to the last bit
-        leaves = [
-            record if acts and self._is_matched_whole(record) else leaf(record, wanted=acts) for record in records
-        ]
-        rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
+        leaves = rows = records
+        if not (acts and self._are_matched_whole(records)):
+            leaves = [leaf(record, wanted=acts) for record in records]
+            rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self.scale(leaves, shares)
         parts = together(rows, self.matcher)
         factor = weight / scale
-        handed = delivery.Delivery(alone=self.alone)
+        handed = Delivery(alone=self.alone)
         found: list[_Together] = []
         for number, places in enumerate(parts):
             one = self._matched(number, self._stack(places, rows, shares), watchers, scale)
             found.append(one)
             for at, place in enumerate(places):
-                own = through_unpacking(leaves[place], rows[place], one.slices(at)) if acts else (None, None)
+                own = one.slices(at) if acts else (None, None)
+                if leaves[place] is not records[place]:
+                    own = through_unpacking(leaves[place], rows[place], own)
                 handed.to_tokens(
                     records[place], *own, weight, scale=scale, factor=factor, generator=self.config.generator,
                     balance=balance,
@@ -195,11 +198,11 @@ class Objective:
         for name, value, count in found.told:
             self.matcher.tell(name, value.clone(), count)
         gradients = found.of_query, found.of_key, found.of_networks
-        return _Together(found.weighed, *gradients, found.lease, found.finite, found.of_both)
+        return _Together(found.weighed, *gradients, found.lease, found.finite, found.of_both, in_place=found.in_place)
 
-    def _is_matched_whole(self, record: QueryKey) -> bool:
-        """Whether what is matched are its queries and keys as they are."""
-        return record.segments is None and self.config.max_tokens is None
+    def _are_matched_whole(self, records: list[QueryKey]) -> bool:
+        """Whether what is matched are their queries and keys as they are."""
+        return self.config.max_tokens is None and all(record.segments is None for record in records)
 
     def _plainly(self, stack: Stack, watchers: Watchers, scale: float) -> _Together:
         with torch.no_grad():
@@ -301,13 +304,13 @@ def leaf(record: QueryKey, *, wanted: bool) -> QueryKey:
 
 
 def through_unpacking(
-    leaf: QueryKey, row: QueryKey, gradients: tuple[delivery.Slice | None, ...]
-) -> tuple[delivery.Slice | None, delivery.Slice | None]:
+    leaf: QueryKey, row: QueryKey, gradients: tuple[Slice | None, ...]
+) -> tuple[Slice | None, Slice | None]:
     """Gradients of documents as gradients of the rows they were packed in."""
-    taken: list[delivery.Slice | None] = []
+    taken: list[Slice | None] = []
     for before, behind, gradient in zip((leaf.query, leaf.key), (row.query, row.key), gradients, strict=True):
         if gradient is not None and behind is not before and behind.requires_grad:
             (through,) = torch.autograd.grad(behind, before, gradient.alone())
-            gradient = delivery.Slice(through[None], 0)
+            gradient = Slice(through[None], 0)
         taken.append(gradient if before.requires_grad else None)
     return taken[0], taken[1]

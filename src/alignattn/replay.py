@@ -25,6 +25,7 @@ from alignattn.devices import on_device
 from alignattn.finite import are_finite, largest_of
 from alignattn.matching.at_once import differentiate
 from alignattn.matching.matcher import Matcher
+from alignattn.precision import times
 
 BEFORE = 2  # plain matchings of a shape: what is set up or compiled for it on first use, is by then
 MOST = 16  # records: of a shape there is one with figures for the logs, and one without
@@ -40,6 +41,20 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class InPlace:
+    """Multiplies the gradients that a record puts out where they lie, in one call."""
+
+    factor: Tensor  # where it is read
+    play: Callable[[], Any]
+    parts: tuple[Tensor, ...]  # the gradients, each by itself
+
+    def multiply(self, by: Tensor) -> None:
+        """With this number."""
+        self.factor.copy_(by)
+        self.play()
+
+
+@dataclass(frozen=True)
 class Replayed:
     """What came out, to be read before the next replay; gradients as long as the lease is held."""
 
@@ -51,12 +66,14 @@ class Replayed:
     of_networks: list[Tensor | None]
     of_both: Tensor | None  # [2 l, b, h, n, d]: of queries, then of keys, where both are of one shape
     lease: Lease
+    in_place: InPlace | None = None  # of those of both
 
 
 @dataclass
 class _Record:
     inputs: "_Inputs"
     both: Tensor | None
+    in_place: InPlace | None
     play: Callable[[], Any]
     put_out: tuple[Tensor, Tensor, Told, Tensor | None, Tensor | None, list[Tensor | None]]
 
@@ -193,7 +210,8 @@ class Replays:
         lease = Lease()
         self._lent = weakref.ref(lease)
         wanted = of_query and of_key and record.put_out[3] is not None and record.put_out[4] is not None
-        return Replayed(*record.put_out, record.both if wanted else None, lease)
+        both = (record.both, lease, record.in_place) if wanted else (None, lease)
+        return Replayed(*record.put_out, *both)
 
     def _settings(self) -> str:
         """In words, which are made once."""
@@ -232,11 +250,23 @@ class Replays:
             torch._foreach_copy_(inputs.calls, [*queries, *keys])  # something to work on
             work()  # kernels that are compiled on first use cannot be while they are recorded
             play, put_out = self._record(work)
+            in_place = None if both is None else self._multiplied(both)
         except RuntimeError as error:  # something asked the device, or there is no memory for it
             self.refused, self.reason = True, str(error)
             self.forget()
             return None
-        return _Record(inputs, both, play, put_out)
+        return _Record(inputs, both, in_place, play, put_out)
+
+    def _multiplied(self, both: Tensor) -> InPlace:
+        factor = torch.ones((), device=both.device, dtype=torch.promote_types(both.dtype, torch.float32))
+
+        def work() -> tuple[()]:
+            times(both, factor, both)
+            return ()
+
+        work()  # which is compiled on first use
+        play, _ = self._record(work)
+        return InPlace(factor, play, both.unbind())
 
     def _carved(self, wanted: list[tuple[int, "_Kind"]], device: torch.device) -> list[Tensor]:
         """So many of a kind in the one stretch of memory. If they need a larger one, those of the old are given up."""

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from alignattn.apart import apart
-from alignattn.balance import Balance, Meet, Weight, at_least_single
+from alignattn.balance import Balance, Meet, Weight
 from alignattn.capture import QueryKey, Source
 from alignattn.capture.hook import is_compiled_output
 from alignattn.delivery import COMPILED as COMPILED_PROJECTIONS
@@ -34,6 +34,7 @@ from alignattn.matching.at_once import Differentiated, differentiate
 from alignattn.matching.matcher import Matcher
 from alignattn.objective import Objective, Parts, Watchers, is_nothing, leaf, on_one_device, parts_of, through_unpacking
 from alignattn.passes import Matched
+from alignattn.precision import at_least_single
 from alignattn.thinning import Places, thinned
 
 COMPILED = (

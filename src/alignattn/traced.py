@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from alignattn.balance import Weight, at_least_single
+from alignattn.balance import Weight
 from alignattn.capture import QueryKey
 from alignattn.delivery import COMPILED, scale_gradient
 from alignattn.errors import AlignmentError, CaptureError
 from alignattn.objective import Forwards, Parts, is_nothing, label_of
+from alignattn.precision import at_least_single
 
 # Within an operator torch leaves autograd out. Outside of all operators it does not, as when this is imported.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

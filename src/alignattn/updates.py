@@ -64,16 +64,15 @@ class Updates:
 
     def _updates(self, optimizer: Optimizer) -> bool:
         """Whether a weight of the model is among its own. To look through all of a model's takes a while."""
-        theirs = [p for group in optimizer.param_groups for p in group["params"]]
-        known = None if self._known is None else self._known()
-        if known is not None and known.requires_grad and any(p is known for p in theirs):
-            return True
         steps = self._strangers.get(optimizer, 0)
         if steps % LOOK_AGAIN:
             self._strangers[optimizer] = steps + 1
             return False
+        known = None if self._known is None else self._known()
+        if known is not None and known.requires_grad and any(p is known for p in _all_of(optimizer)):
+            return True
         ours = {id(parameter) for parameter in self._parameters()}
-        found = next((p for p in theirs if id(p) in ours), None)
+        found = next((p for p in _all_of(optimizer) if id(p) in ours), None)
         if found is None:
             self._strangers[optimizer] = steps + 1
             return False
@@ -83,6 +82,10 @@ class Updates:
     def _parameters(self) -> Iterator[nn.Parameter]:
         model = None if self.model is None else self.model()
         return iter(()) if model is None else (p for p in model.parameters() if p.requires_grad)
+
+
+def _all_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _listen(watch: Updates) -> None:

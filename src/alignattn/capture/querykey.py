@@ -95,6 +95,23 @@ class QueryKey:
     kept: bool = True  # for the backward by whoever made them, as they are; else we should not keep them either
 
     def __post_init__(self) -> None:
+        if not self._is_as_usual():
+            self._check()
+
+    def _is_as_usual(self) -> bool:
+        """Whether nothing is wrong and nothing to be done: told at once, as every call of a model is asked."""
+        query, key = self.query.shape, self.key.shape
+        samples, heads, count, width = query if len(query) == 4 else (0, 0, 0, 0)
+        if len(key) != 4 or (samples, heads, width) != (key[0], key[1], key[3]):
+            return False
+        if 0 in query or key[2] == 0 or not (self.query.is_floating_point() and self.key.is_floating_point()):
+            return False
+        for mask, tokens in ((self.query_mask, count), (self.key_mask, key[2])):
+            if mask is not None and (mask.dtype != torch.bool or mask.shape != (samples, tokens)):
+                return False
+        return True
+
+    def _check(self) -> None:
         for side, tensor, mask in (("query", self.query, self.query_mask), ("key", self.key, self.key_mask)):
             if tensor.ndim != 4 or 0 in tensor.shape:
                 raise ShapeError(

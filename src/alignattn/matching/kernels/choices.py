@@ -83,7 +83,9 @@ def _choices(
     if PARTS == 3:
         mean += tl.sum(carried * own_low.to(tl.float32), 1)
     some = tl.where(total > 0, total, 1.0)  # none, where the other side has no token
-    log = tl.where(valid_rows(x_mask, sample, i, count, X_MASKED), most * x_size + tl.log2(some) - LOG_ROOM, float("inf"))
+    log = tl.where(
+        valid_rows(x_mask, sample, i, count, X_MASKED), most * x_size + tl.log2(some) - LOG_ROOM, float("inf")
+    )
     tl.store(logs + problem * count + i, log, mask=i < count)
     tl.store(means + problem * count + i, mean / some * (1.0 / (ROOM * ROOM)), mask=i < count)
 

@@ -1,5 +1,5 @@
 """Conditional transport and its gradient, whatever features critic and navigator have: placed (placed.py), then
-transported (choices.py). Where both are the networks a matcher has by default, they place them themselves (carriers.py).
+transported (choices.py). The networks that a matcher has by default place theirs themselves (carriers.py).
 """
 
 from typing import Any
@@ -44,9 +44,7 @@ def _placed(critic: Tensor, navigator: Tensor, mask: Tensor | None, products: st
 
 class _Transport(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, products: str, query_mask: Tensor | None, key_mask: Tensor | None, *given: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, products: str, query_mask: Tensor | None, key_mask: Tensor | None, *given: Tensor) -> Tensor:
         query, query_navigator, key, key_navigator = given
         placed = (
             _placed(query, query_navigator, query_mask, products),

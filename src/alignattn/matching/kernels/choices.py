@@ -33,19 +33,26 @@ class Form(NamedTuple):
     rows: int
     columns: int
     warps: int
+    stages: int
 
 
-# To be measured against each other. In "wide" a thread has 32 scores at once instead of 16: half the turns, loads of
-# the other side, and waits for them. In "small" as many, and twice the programs, of half the warps.
-FORMS = {"narrow": Form(128, 32, 8), "wide": Form(128, 64, 8), "small": Form(64, 64, 4)}
-FIRST = SECOND = "wide"
+# To be measured against each other. For sm_90 ptxas has, of the first kernel and of the second, instructions a score
+# and registers: "narrow" 17 and 90, 27 and 158; "wide" 14 and 128, 23 and 224; "small" 12 and 124, 21 and 238; "light"
+# 15 and 79, 23 and 128. With 128 registers a processor holds sixteen warps, with more eight.
+FORMS = {
+    "narrow": Form(128, 32, 8, 2),
+    "wide": Form(128, 64, 8, 2),
+    "small": Form(64, 64, 4, 1),
+    "light": Form(64, 32, 4, 1),
+}
+FIRST, SECOND = "small", "light"
 
 
 class Chosen(NamedTuple):
     """By tokens of both sides, and by problems."""
 
     logs: tuple[Tensor, Tensor]  # [p, n] and [p, m], as powers of two
-    means: tuple[Tensor, Tensor]
+    means: tuple[Tensor, Tensor]  # of T, as products of placed units come
     losses: Tensor  # [p]
     counts: Tensor  # [p, 4]: what a query and a key count, the largest units of queries and keys
 
@@ -87,7 +94,7 @@ def _choices(
         valid_rows(x_mask, sample, i, count, X_MASKED), most * x_size + tl.log2(some) - LOG_ROOM, float("inf")
     )
     tl.store(logs + problem * count + i, log, mask=i < count)
-    tl.store(means + problem * count + i, mean / some * (1.0 / (ROOM * ROOM)), mask=i < count)
+    tl.store(means + problem * count + i, mean / some, mask=i < count)
 
 
 @triton.jit
@@ -123,7 +130,7 @@ def _tally(logs, means, sizes, problem, count, BLOCK: tl.constexpr):
         i = start + tl.arange(0, BLOCK)
         at = problem * count + i
         there = tl.load(logs + at, mask=i < count, other=float("inf")) < float("inf")
-        paid += tl.where(there, 1.0 - tl.load(means + at, mask=i < count, other=0.0), 0.0)
+        paid += tl.where(there, 1.0 - tl.load(means + at, mask=i < count, other=0.0) * (1.0 / (ROOM * ROOM)), 0.0)
         many += there.to(tl.float32)
         most = tl.maximum(most, tl.load(sizes + at, mask=i < count, other=0.0))
     return tl.sum(paid, 0), tl.sum(many, 0), tl.max(most, 0)
@@ -162,7 +169,7 @@ def _pulls(
     by = 1.0 / (mine + theirs) * ROOM
     most_chosen, most_choosing = tl.log2(mine * by), tl.log2(theirs * by)
     x_log = tl.load(x_logs + at, mask=i < count, other=float("inf"))
-    x_mean = tl.load(x_means + at, mask=i < count, other=0.0) * (ROOM * ROOM)
+    x_mean = tl.load(x_means + at, mask=i < count, other=0.0)
     unit_pull, pull = tl.zeros([ROWS, CRITIC], tl.float32), tl.zeros([ROWS, NAVIGATOR], tl.float32)
     nothing = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, others, COLUMNS):
@@ -172,7 +179,7 @@ def _pulls(
         to = problem * others + j
         y_size = tl.load(y_sizes + to, mask=j < others, other=0.0)
         y_log = tl.load(y_logs + to, mask=j < others, other=float("inf"))
-        y_mean = tl.load(y_means + to, mask=j < others, other=0.0) * (ROOM * ROOM)
+        y_mean = tl.load(y_means + to, mask=j < others, other=0.0)
         score = product(nav, nav_low, tl.trans(their_nav), tl.trans(their_nav_low), nothing, PARTS)
         similarity = product(unit, unit_low, tl.trans(their_unit), tl.trans(their_unit_low), nothing, PARTS)
         score = score * (y_size * LOG2E)[None, :] * x_size[:, None]
@@ -261,9 +268,9 @@ def _tiles(query: Placed, key: Placed, form: Form, products: str) -> tuple[Seque
     dense = parts_of(products) == 3, max(widths.values()) > TILE
     if any(dense):
         rows = 2 * TILE >> sum(dense)
-        form = Form(rows, TILE // 2, 8 if rows == TILE else 4)
+        form = Form(rows, TILE // 2, 8 if rows == TILE else 4, 2)
     rows = min(form.rows, max(16, triton.next_power_of_2(max(n, m))))
     warps = form.warps if rows == form.rows else 4
     blocks = triton.cdiv(n, rows)
     tiles = {"ROWS": rows, "COLUMNS": min(rows, form.columns), "PARTS": parts_of(products), **widths}
-    return (n, m, e, f, blocks, blocks + triton.cdiv(m, rows)), {**tiles, "num_warps": warps, "num_stages": 2}
+    return (n, m, e, f, blocks, blocks + triton.cdiv(m, rows)), {**tiles, "num_warps": warps, "num_stages": form.stages}

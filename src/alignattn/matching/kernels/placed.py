@@ -38,12 +38,12 @@ class Placed:
 
 def room_for(problems: int, count: int, e: int, f: int, products: str, like: Tensor) -> Placed:
     """To be written."""
-    halves = []
+    halves: list[Tensor] = []
     for width in (e, f):
         high = like.new_empty(problems, count, width, dtype=torch.float16)
         halves += [high, torch.empty_like(high) if parts_of(products) == 3 else high]
     inverse, size = (like.new_empty(problems, count) for _ in range(2))
-    return Placed(*halves, inverse, size)
+    return Placed(halves[0], halves[1], halves[2], halves[3], inverse, size)
 
 
 def parts_of(products: str) -> int:

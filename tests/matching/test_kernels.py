@@ -447,16 +447,21 @@ def layered(n, m, d, *, masked):
 
 
 SHAPES = [(1, 1, 8), (2, 2, 8), (5, 7, 16), (33, 33, 24), (70, 20, 64)]
+OPTIONS = {
+    "gan as it is": {"standardise": False},
+    "ct as it is": {"standardise": False},
+    "ct of unit navigators": {"normalise_navigator": True},
+}
 
 
 @inside
 @pytest.mark.parametrize(("n", "m", "d"), SHAPES)
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("method", ["gan", "gan as it is", "ct", "mmd", "ot"])
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd", "ot", *OPTIONS])
 def test_matchings_are_as_precise_as_plain_torch_in_single_precision(method, n, m, d, masked, monkeypatch):
     from alignattn.matching import kernels
 
-    matcher, found = matchings(method.split()[0], d, **({"standardise": False} if "as it is" in method else {}))
+    matcher, found = matchings(method.split()[0], d, **OPTIONS.get(method, {}))
     query, key, masks = layered(n, m, d, masked=masked)
     told = found(query, key, masks, torch.float32)
     assert matcher.products == kernels.EXACT
@@ -574,6 +579,145 @@ def test_the_share_of_right_answers_is_told_alike(monkeypatch):
         monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     torch.testing.assert_close(shares[0], shares[1])
     assert 0 < shares[0] < 1
+
+
+# Conditional transport from tokens to losses and back
+
+
+def carrying(monkeypatch, *, served=True):
+    """Transport by the kernels that take the networks along, or piece by piece; and the kernels it launches."""
+    from alignattn.matching.conditional import ConditionalMatcher
+    from alignattn.matching.kernels import carriers, choices, tiles
+
+    launched = []
+    if not served:
+        monkeypatch.setattr(ConditionalMatcher, "_by_kernels", lambda *_: None)
+    for module in (carriers, choices):
+        counted = lambda kernel, *given, **of: (launched.append(kernel.__name__), tiles.launch(kernel, *given, **of))  # noqa: E731
+        monkeypatch.setattr(module, "launch", counted)
+    return launched
+
+
+def close(found, expected, share):
+    """To a share of the largest number that is expected, each tensor; of a tenth, where nothing is felt."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=share * float(other.abs().max().clamp_min(0.1)))
+
+
+@inside
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hidden_width": 20, "feature_width": 9},
+        {"hidden_width": 8, "feature_width": 32},
+        {"navigator_ascends": True},
+        {"standardise": False},
+        {"mask_padding": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 40), (33, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transport_with_its_networks_is_transport_of_what_they_answer(options, n, m, dtype, monkeypatch):
+    _, found = matchings("ct", 24, **options)
+    query, key, masks = layered(n, m, 24, masked=True)
+    query, key = query.to(dtype).double(), key.to(dtype).double()
+    masks[0] = masks[0].clone()
+    masks[0][0, 1] = False  # a side that is empty
+    launched = carrying(monkeypatch)
+    told = found(query, key, masks, dtype)
+    assert len(launched) == 7
+    carrying(monkeypatch, served=False)
+    # Halves round features to eleven bits, after sums that were made in another order.
+    close(told, found(query, key, masks, dtype), 2e-5 if dtype == torch.float32 else 1e-2)
+    if options.get("mask_padding", True):
+        assert not told[0][0, 1].any() and not told[1][0, 1].any() and not told[2][0, 1].any()
+
+
+def of_four(names, query, key, monkeypatch, *, served=True):
+    """Losses, gradients of queries and keys, and those of all weights, for some layers of a bank of four."""
+    from alignattn.config import METHODS, resolve
+
+    matcher = METHODS["ct"][0](resolve("ct", None, "stable", {}).matcher)
+    matcher.ensure(list("abcd"), query.shape[-1], torch.device(DEVICE))
+    with monkeypatch.context() as patched:
+        carrying(patched, served=served)
+        leaves = [t.float().to(DEVICE).requires_grad_() for t in (query, key)]
+        losses = matcher(*leaves, None, None, names)
+        outer = torch.linspace(0.5, 1.5, losses[0].numel(), device=DEVICE).view_as(losses[0]).expand_as(losses)
+        return [losses.detach(), *torch.autograd.grad(losses, [*leaves, *matcher.parameters()], outer)]
+
+
+@inside
+@pytest.mark.parametrize("names", ["bc", "a", "d", "abcd", "db", "bb"])
+def test_transport_teaches_the_layers_of_a_bank_that_were_matched(names, monkeypatch):
+    query, key, _ = layered(9, 20, 8, masked=False)
+    query, key = (torch.cat([side, side + 1.0, side])[: len(names)] for side in (query, key))
+    told, expected = (of_four(list(names), query, key, monkeypatch, served=served) for served in (True, False))
+    close(told, expected, 2e-5)
+    for gradient in told[3:]:
+        taught = {name for name, row in zip("abcd", gradient, strict=True) if row.any()}
+        assert gradient.shape[0] == 4 and taught <= set(names)
+    assert told[3][["abcd".index(name) for name in names]].flatten(1).any(1).all()
+
+
+@inside
+def test_transport_does_not_depend_on_what_is_matched_beside(monkeypatch):
+    query, key, _ = layered(40, 300, 8, masked=False)
+    together = of_four(["b", "c"], query, key, monkeypatch)
+    assert all(torch.equal(*pair) for pair in zip(together, of_four(["b", "c"], query, key, monkeypatch), strict=True))
+    for place, name in enumerate("bc"):
+        alone = of_four([name], query[place : place + 1], key[place : place + 1], monkeypatch)
+        assert all(torch.equal(whole[place], own[0]) for whole, own in zip(together[:3], alone[:3], strict=True))
+        row = "abcd".index(name)
+        assert all(torch.equal(whole[row], own[row]) for whole, own in zip(together[3:], alone[3:], strict=True))
+
+
+@inside
+@pytest.mark.parametrize("form", ["narrow", "wide", "small", "light"])
+def test_tiles_of_any_form_make_the_same_transport(form, monkeypatch):
+    from alignattn.matching.kernels import choices
+
+    _, found = matchings("ct", 16)
+    query, key, masks = layered(130, 40, 16, masked=True)
+    query, key = query.bfloat16().double(), key.bfloat16().double()
+    expected = found(query, key, masks, torch.bfloat16)
+    monkeypatch.setattr(choices, "FIRST", form)
+    monkeypatch.setattr(choices, "SECOND", form)
+    close(found(query, key, masks, torch.bfloat16), expected, 1e-2)
+
+
+@inside
+def test_a_side_alone_and_networks_alone_are_taught_alike(monkeypatch):
+    matcher, _ = matchings("ct", 16)
+    query, key, _ = layered(20, 33, 16, masked=False)
+    gradients = []
+    for learns in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
+        leaves = [t.float().to(DEVICE).requires_grad_(wanted) for t, wanted in zip((query, key), learns, strict=False)]
+        matcher.requires_grad_(learns[2])
+        losses = matcher(*leaves, None, None, ["a", "b"])
+        of = [leaf for leaf in (*leaves, *matcher.parameters()) if leaf.requires_grad]
+        gradients.append(torch.autograd.grad(losses.sum(), of))
+    whole, of_query, of_key, of_weights = gradients
+    for one, other in zip((*of_query, *of_key, *of_weights), whole, strict=True):
+        assert torch.equal(one, other)
+
+
+@inside
+def test_the_critics_gap_is_told_alike(monkeypatch):
+    from alignattn.matching import kernels
+
+    matcher, found = matchings("ct", 16)
+    matcher.asked = True
+    query, key, masks = layered(33, 20, 16, masked=True)
+    gaps = []
+    for _ in range(2):
+        found(query, key, masks, torch.float32)
+        gaps.append(matcher.figures()["critic_gap"].cpu())
+        monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    torch.testing.assert_close(gaps[0], gaps[1])
+    assert 0 < gaps[0] < 2
 
 
 @inside

@@ -24,7 +24,7 @@ from torch import Tensor
 from alignattn.errors import CaptureError, ConfigError, ShapeError, checked
 from alignattn.matching import kernels, plans
 from alignattn.matching.ascent import ascending
-from alignattn.matching.matcher import Edges, Matcher, NetworkConfig
+from alignattn.matching.matcher import FINITE_INPUT, Edges, Matcher, NetworkConfig
 from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
@@ -89,7 +89,8 @@ def _transport(
     if all(kernels.serve(side, widest=WIDEST) for side in (*critics, *navigators)):
         from alignattn.matching.kernels.conditional import transport
 
-        return transport(products, critics, navigators, query_mask, key_mask, largest=LARGEST_FEATURE)
+        clamped = [side.clamp(-LARGEST_FEATURE, LARGEST_FEATURE) for side in navigators]
+        return transport(products, critics, (clamped[0], clamped[1]), query_mask, key_mask)
     if plans.serve(*critics):
         return plans.transport(critics, navigators, query_mask, key_mask, largest=LARGEST_FEATURE)
     (critic_query, critic_key), (navigator_query, navigator_key) = critics, navigators
@@ -189,8 +190,11 @@ class ConditionalMatcher(Matcher):
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
         config = self.config
+        fused = self._by_kernels(query, key, query_mask, key_mask, names)
+        if fused is not None:
+            return fused
         around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
-        critics = self.through("critic", names, query, key, call=partial(ascending, products=self.products))
+        critics = self._criticised(query, key, names)
         navigators = self.through("navigator", names, query, key, around=around)
         if self.asked:
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
@@ -203,6 +207,45 @@ class ConditionalMatcher(Matcher):
         if config.critic_cost == "euclidean":
             return _euclidean(critics, navigators, query_mask, key_mask)
         return _transport(critics, navigators, query_mask, key_mask, self.products)
+
+    def _by_kernels(
+        self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, names: list[str]
+    ) -> Tensor | None:
+        """All of it in few kernels, where they serve and nothing departs from the defaults; None elsewhere."""
+        config = self.config
+        departs = config.normalise_navigator or config.critic_cost != "cosine" or config.transported != "tokens"
+        if departs or self.follows_edges() or not kernels.serve(query, widest=kernels.HIGHWAY):
+            return None
+        from alignattn.matching.kernels import carriers
+
+        if max(config.hidden_width, config.feature_width) > carriers.WIDEST:
+            return None
+        if self.asked:
+            with torch.no_grad():
+                critics = self._criticised(query, key, names)
+            self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
+        critic, rows = self.network("critic", names, query)
+        navigator, _ = self.network("navigator", names, query)
+        # Slices of a bank are taken within: autograd would make a whole bank of zeros for each weight.
+        whole = None if isinstance(rows, slice) else rows
+        weights = [*critic.weights(query, whole), *navigator.first.of(query, whole, fixed=False)]
+        weights += navigator.second.of(query, whole, fixed=False)
+        if not config.standardise:  # which bounds what networks see
+            query, key = (side.clamp(-FINITE_INPUT, FINITE_INPUT) for side in (query, key))
+        return carriers.carried(
+            self.products,
+            query,
+            key,
+            query_mask,
+            key_mask,
+            *weights,
+            rows=rows if isinstance(rows, slice) else None,
+            largest=LARGEST_FEATURE,
+            sign=-1.0 if config.navigator_ascends else 1.0,
+        )
+
+    def _criticised(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
+        return self.through("critic", names, query, key, call=partial(ascending, products=self.products))
 
     def _edges_of(self, names: list[str]) -> Edges:
         if self.edges is None:

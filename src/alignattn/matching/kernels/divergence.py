@@ -31,8 +31,10 @@ from alignattn.matching.kernels.halves import powers, product, read_halves, spli
 from alignattn.matching.kernels.sinkhorn import LEAST, goes_on, half_step, tile_of
 from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, valid_rows, width_of
 
+CARRIED = 32  # columns of a tile whose plan is carried: of more a processor holds one program, for its registers
 FACTS = tl.constexpr(4)  # of a problem: the unit of its halves, queries, keys, and whether there are both
-LIFT = tl.constexpr(14.0)  # bits by which a plan is multiplied, beside the number of columns: at most one before
+LIFT = tl.constexpr(14.0)  # bits by which a plan is lifted, beside the number of columns: before, it is one at most
+MOST = tl.constexpr(14.9)  # bits of a lifted plan, two of which half precision still holds
 ALMOST = tl.constexpr(0.999)  # of the limit: halves of what was clamped may be rounded down
 
 
@@ -182,8 +184,8 @@ def _half_steps(
 
 @triton.jit
 def _plan(score, of_row, across):
-    """Times what it was lifted by. Above that it is rounding, of potentials that are larger than all their bits."""
-    return tl.exp2(tl.minimum(score + of_row[:, None] + across[None, :], LIFT + 1, propagate_nan=tl.PropagateNan.ALL))
+    """Lifted. More is rounding, of potentials that are larger than all their bits."""
+    return tl.exp2(tl.minimum(score + of_row[:, None] + across[None, :], MOST, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -234,7 +236,8 @@ def _carried(
             if WITH_GRADIENT:
                 above, below, _ = split(there + back, PARTS)
                 pulled = product(above, below, other, rest, pulled, PARTS)
-        loss = -(rows * (apart + tl.where(valid, of_row, 0.0)) + columns * (apart + tl.where(valid, of_column, 0.0))) / many
+        loss = -rows * (apart + tl.where(valid, of_row, 0.0)) / many
+        loss -= columns * (apart + tl.where(valid, of_column, 0.0)) / many
         pulled *= -keys / many  # from here on as much as what comes
         weight = (rows + columns) * (-keys / many)
     f_at = ((tl.load(steps + problem * 6 + 3) + 1) % 2).to(tl.int64) * turn + between
@@ -264,6 +267,8 @@ def _carried(
     total = tl.sum(loss, 0) * worth
     tl.store(losses + problem * places + place, tl.where(alive > 0.0, total, 0.0))
     if WITH_GRADIENT:
+        # Read again: kept in registers since the first time, there would be room for half as many programs.
+        own, own_rest = read_halves(high + row * d, low + row * d, 0, i, count, d, WIDTH, PARTS)
         seen = own.to(tl.float32)
         if PARTS == 3:
             seen += own_rest.to(tl.float32)
@@ -331,6 +336,7 @@ def divergence(
     losses = query.new_empty(problems, sum(blocks))
     of_query, of_key = (side.new_empty(side.shape if with_gradient else 0) for side in (query, key))
     worth = 1 / (bits * bits * 2**LIFT.value)
+    same["COLUMNS"] = min(CARRIED, tile["COLUMNS"])
     launch(
         _carried, problems * sum(blocks), high, low, squares, log_marginal, potentials, steps, facts, losses, of_query, of_key,
         n, m, d, blocks[0], sum(blocks), potentials.stride(0), asked.limit * bits, worth, asked.scale * bits * worth,

@@ -3,6 +3,7 @@
 Run in a process of its own: Triton decides when a kernel is defined whether it is interpreted.
 """
 
+import functools
 import math
 import os
 import subprocess
@@ -547,6 +548,142 @@ def test_transport_of_huge_features_and_of_samples_with_one_empty_side(monkeypat
     for one, other in zip(told, found(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)  # features of 1e6 round all they are added to
     assert not any(t[2].any() for t in told) and told[3][0, 0, 0, 0] == told[4][0, 1, 1, 3] == 0
+
+
+# Transport at once
+
+
+def transports(**options):
+    """Losses and gradients by the kernels that have one pass for it; and without that, where kernels serve or not."""
+    from alignattn.matching.transport import TransportMatcher
+
+    matcher, found = matchings("ot", 16, **{"standardise": False, **options})
+    assert matcher._at_once()
+
+    def otherwise(monkeypatch, *given):
+        with monkeypatch.context() as patch:
+            patch.setattr(TransportMatcher, "_at_once", lambda _: False)
+            return found(*given)
+
+    return found, otherwise
+
+
+@inside
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"debiased": False},
+        {"cost": "half_sqeuclidean", "epsilon": 3.0, "max_iterations": 2},
+        {"tolerance": 0.01, "max_iterations": 10},
+        {"epsilon": 0.1, "max_iterations": 10, "tolerance": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("n", "m"), [(1, 9), (40, 17), (20, 150)])
+def test_transport_at_once_is_as_precise_as_plain_torch_in_single_precision(options, n, m, monkeypatch):
+    from alignattn.matching import kernels
+
+    found, otherwise = transports(**options)
+    query, key, masks = layered(n, m, 12, masked=True)
+    masks = [mask.clone() for mask in masks]
+    masks[1][1, 0] = False  # the other side has tokens
+    query[1, 0] = float("nan")
+    told, others = (f(query, key, masks, torch.float32) for f in (found, functools.partial(otherwise, monkeypatch)))
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    plain, exact = (found(query, key, masks, dtype) for dtype in (torch.float32, torch.float64))
+    for one, other, usual, truth in zip(told, others, plain, exact, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 2e-6 * truth.abs().max().clamp_min(1.0)
+        assert not one[1, 0].any() and truth[0].any()
+
+
+@inside
+def test_each_of_three_transports_stops_by_itself(monkeypatch):
+    """Odd or even, the last potentials are told from those before."""
+    from alignattn.matching.kernels import divergence
+
+    found, otherwise = transports(tolerance=1e-3, max_iterations=10, epsilon=0.3)
+    query, key, masks = layered(24, 20, 8, masked=True)
+    seen, launch = [], divergence.launch
+    monkeypatch.setattr(divergence, "launch", lambda *given, **of: (seen.append(given), launch(*given, **of)))
+    told = found(query, key, masks, torch.float32)
+    assert len(seen) == 2 + 2 * 10 + 1
+    (steps,) = (tensor for tensor in seen[1] if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (2, 3))
+    done, iterations = steps.unbind(1)
+    assert {0, 1} == set((iterations % 2).flatten().tolist()) and len(iterations.unique()) > 2
+    assert torch.equal(done.bool(), iterations < 10) and (iterations[:, 0] != iterations[:, 1]).any()
+    for one, other in zip(told, otherwise(monkeypatch, query, key, masks, torch.float32), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@inside
+def test_transport_at_once_knows_no_origin_and_no_number_that_is_too_large(monkeypatch):
+    found, otherwise = transports()
+    query, key, masks = layered(20, 33, 16, masked=True)
+    near = found(query, key, masks, torch.float32)
+    for one, other in zip(near, found(query + 1e3, key + 1e3, masks, torch.float32), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3)
+    for size in (300.0, 1e5, 1e30):  # of one that stands apart; then scores have no bits left for the others
+        query[0, 1, 1, 3, 5], key[1, 0, 0, 4, 2] = size, -size
+        told = found(query, key, masks, torch.float32)
+        assert all(one.isfinite().all() for one in told)
+        if size == 300.0:
+            for one, other in zip(told, otherwise(monkeypatch, query, key, masks, torch.float32), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert not told[1][0, 1, 1, :, 5].any() and not told[2][0, 1, 1, :, 5].any()  # what is clamped feels nothing
+    assert told[1][0, 1, 1].any() and told[2][0, 1, 0, :, 5].any()
+
+
+def asked_at_once(query, key, masks, *, products, with_gradient=True, debiased=True):
+    from alignattn.matching.divergence import Asked
+    from alignattn.matching.kernels.divergence import divergence
+
+    asked = Asked(0.25, 5e7, 1.0, 3, 0.05, debiased)
+    given = [None if side is None else side.to(DEVICE) for side in (query, key, *masks)]
+    return divergence(*given, asked, with_gradient=with_gradient, products=products)
+
+
+@inside
+@pytest.mark.parametrize("products", ["tf32x3", "tf32"])
+@pytest.mark.parametrize("debiased", [True, False])
+def test_transport_at_once_is_the_same_each_time_and_whatever_is_beside_it(products, debiased):
+    query, key, masks = sides(3, 140, 20, 16, masked=True)
+    how = {"products": products, "debiased": debiased}
+    once, again = (asked_at_once(query.float(), key.float(), masks, **how) for _ in range(2))
+    alone = asked_at_once(query[1:].float(), key[1:].float(), [mask[1:] for mask in masks], **how)
+    for one, other, part in zip(once, again, alone, strict=True):
+        assert torch.equal(one, other) and torch.equal(one[1:], part)
+    values = asked_at_once(query.float(), key.float(), masks, **how, with_gradient=False)
+    assert torch.equal(values[0], once[0]) and not values[1].numel() + values[2].numel()
+
+
+@inside
+@pytest.mark.parametrize("products", ["tf32x3", "tf32"])
+def test_transport_at_once_of_what_is_not_finite_says_so_and_leaves_others_alone(products):
+    query, key, masks = sides(2, 30, 20, 16, masked=True)
+    query, key = query.float(), key.float()
+    right = asked_at_once(query, key, masks, products=products)
+    query[0, 0, 29], key[1, 0, 0] = float("nan"), float("nan")  # padding
+    for one, other in zip(asked_at_once(query, key, masks, products=products), right, strict=True):
+        assert torch.equal(one, other)
+    for bad in (float("nan"), float("inf")):
+        query[1, 1, 4, 2] = bad
+        told = asked_at_once(query, key, masks, products=products)
+        assert told[0][1, 1].isnan() and told[1][1, 1].isnan().any() and told[2][1, 1].isnan().any()
+        for one, other in zip(told, right, strict=True):
+            assert torch.equal(one[0], other[0]) and torch.equal(one[1, 0], other[1, 0])
+
+
+@inside
+@pytest.mark.parametrize(
+    "options",
+    [{"cost": "cosine"}, {"relative_epsilon": True}, {"gradient": "unrolled"}, {"max_iterations": 11}],
+    ids=str,
+)
+def test_other_transports_go_their_own_way(options):
+    matcher, _ = matchings("ot", 8, **options)
+    assert not matcher._at_once()
 
 
 def test_products_are_as_precise_as_the_tokens_of_both_sides_are_worth():

@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from alignattn.errors import ConfigError, checked, unknown
+from alignattn.matching import kernels
+from alignattn.matching.divergence import Asked, divergence
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.scores import Problems
 from alignattn.matching.sinkhorn import LOOK_EVERY, unrolled, with_fixed_plan
@@ -142,10 +144,9 @@ def _inner_product_form(
         x, y = direction(query), direction(key)
         alpha, beta = torch.full_like(log_a, 0.5), torch.full_like(log_b, 0.5)
     else:
-        scale = 1 / math.sqrt(query.shape[-1]) if cost == "sqeuclidean" else 1.0
+        scale, limit = _scale(cost, query), _limit(query)
         # Distances know no origin: around the common mean the products are small, and so is their rounding.
         origin = (_mean(query.detach(), query_mask, log_a) + _mean(key.detach(), key_mask, log_b)) / 2
-        limit = torch.finfo(query.dtype).max ** 0.2  # 5e7 in fp32: costs over epsilon, and their gradients, stay finite
         x, y = ((t - origin if scale == 1 else (t - origin) * scale).clamp(-limit, limit) for t in (query, key))
         if query_mask is not None:
             x = x.masked_fill(~query_mask[:, None, :, None], 0.0)
@@ -154,6 +155,16 @@ def _inner_product_form(
         alpha, beta = x.square().sum(-1) / 2, y.square().sum(-1) / 2
     x, y, alpha, beta, log_a, log_b = (t.flatten(0, 1) for t in (x, y, alpha, beta, log_a, log_b))
     return Problems(x, y, alpha, beta, log_a, log_b, epsilon=x.new_ones(len(x)))
+
+
+def _scale(cost: str, tokens: Tensor) -> float:
+    """Of tokens whose cost is then |x - y|²/2."""
+    return 1 / math.sqrt(tokens.shape[-1]) if cost == "sqeuclidean" else 1.0
+
+
+def _limit(tokens: Tensor) -> float:
+    """Of coordinates. 5e7 in fp32: costs over epsilon, and their gradients, stay finite."""
+    return float(torch.finfo(tokens.dtype).max ** 0.2)
 
 
 def _mean(
@@ -196,6 +207,12 @@ class TransportMatcher(Matcher):
         few = self.config.gradient == "plan" and self.config.max_iterations <= LOOK_EVERY
         return few and super().is_replayable()
 
+    def _at_once(self) -> bool:
+        """Whether kernels have one pass for it: of distances, and of few iterations, as they ask for nothing between."""
+        config = self.config
+        plain = config.cost != "cosine" and config.gradient == "plan" and not config.relative_epsilon
+        return plain and config.max_iterations <= LOOK_EVERY
+
     def losses(
         self,
         query: Float[Tensor, "l b h n d"],
@@ -206,7 +223,12 @@ class TransportMatcher(Matcher):
     ) -> Float[Tensor, "lb h"]:
         config = self.config
         heads = query.shape[2]
-        problems, alive = _prepared(config.cost, query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask)
+        query, key = query.flatten(0, 1), key.flatten(0, 1)
+        if self._at_once() and kernels.serve(query) and kernels.serve(key):
+            how = (config.epsilon, config.max_iterations, config.tolerance, config.debiased)
+            asked = Asked(_scale(config.cost, query), _limit(query), *how)
+            return divergence(query, key, query_mask, key_mask, asked, products=self.products)
+        problems, alive = _prepared(config.cost, query, key, query_mask, key_mask)
         problems.products = self.products
 
         def solve(some: Problems) -> TransportResult:

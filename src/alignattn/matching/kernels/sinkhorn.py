@@ -22,7 +22,7 @@ from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import ROOM, Halves, halves, product, read_halves, split
-from alignattn.matching.kernels.tiles import TILE, has_room, launch
+from alignattn.matching.kernels.tiles import TILE, has_room, launch, width_of
 from alignattn.matching.scores import Problems
 
 LARGEST_TILE = 128  # rows, and half as many columns: of 64 and 128 of each the fastest on an H200
@@ -31,29 +31,87 @@ LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 
 
 @triton.jit
-def _are_settled(potential, earlier, log_marginal, problem, count, tolerance, BLOCK: tl.constexpr):
+def _are_settled(potential, earlier, log_marginal, count, tolerance, BLOCK: tl.constexpr):
     """Whether no marginal was off by more than the tolerance; NaN is."""
     off = tl.zeros([BLOCK], tl.int32)
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        valid = tl.load(log_marginal + problem * count + i, mask=i < count, other=float("-inf")) > float("-inf")
-        now = tl.load(potential + problem * count + i, mask=valid, other=0.0)
-        before = tl.load(earlier + problem * count + i, mask=valid, other=0.0)
+        valid = tl.load(log_marginal + i, mask=i < count, other=float("-inf")) > float("-inf")
+        now = tl.load(potential + i, mask=valid, other=0.0)
+        before = tl.load(earlier + i, mask=valid, other=0.0)
         off += (valid & ~(tl.abs(tl.exp2(before - now) - 1.0) <= tolerance)).to(tl.int32)
     return tl.sum(off, 0) == 0
 
 
 @triton.jit
+def goes_on(
+    done, iterations, potential, earlier, log_other, m, block, tolerance, FIRST: tl.constexpr, SECOND: tl.constexpr
+):
+    """Whether a problem takes this half-step, which is counted; all these lie where the problem begins.
+
+    FIRST: of all iterations, and nothing was `earlier`. SECOND: of the two of an iteration.
+    """
+    going = tl.load(done) == 0
+    if SECOND:
+        if not FIRST:  # noqa: SIM102  # which Triton decides when it compiles
+            if going:  # noqa: SIM102
+                if _are_settled(potential, earlier, log_other, m, tolerance, 1024):
+                    tl.store(done, 1)  # all programs of this problem find the same
+                    going = False
+        if going & (block == 0):
+            tl.store(iterations, tl.load(iterations) + 1)
+    return going
+
+
+@triton.jit
 def _shifted(
-    own, own_rest, high, low, by, potential, problem, start, m, d,
+    own, own_rest, high, low, by, potential, start, m, d,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The scores of some rows with the columns from `start` on, and the potentials of these."""
     j = start + tl.arange(0, COLUMNS)
-    other, rest = read_halves(high, low, problem, j, m, d, WIDTH, PARTS)
-    across = tl.load(potential + problem * m + j, mask=j < m, other=float("-inf"))
+    other, rest = read_halves(high, low, 0, j, m, d, WIDTH, PARTS)
+    across = tl.load(potential + j, mask=j < m, other=float("-inf"))
     score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
     return score * by + across[None, :]
+
+
+@triton.jit
+def half_step(
+    own_high, own_low, high, low, by, potential, before, log_own, after, n, m, d, block, LEAST: tl.constexpr,
+    FIRST: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of a block of rows of a problem; all these lie where the problem begins. FIRST: nothing is known `before`.
+
+    After the first the plan has right columns, so that no row has more than all, and none less than a share of 1/m of
+    what it should: about the plan as it is, sums neither vanish nor overflow. Those that do, beyond LEAST, are taken
+    about their largest number: scores are so large then that their rounding moves potentials more.
+    """
+    i = block * ROWS + tl.arange(0, ROWS)
+    own, own_rest = read_halves(own_high, own_low, 0, i, n, d, WIDTH, PARTS)
+    marginal = tl.load(log_own + i, mask=i < n, other=float("-inf")) * LOG2_E
+    valid = marginal > float("-inf")
+    total = tl.zeros([ROWS], tl.float32)
+    found = total
+    lost = 1
+    if not FIRST:
+        shift = tl.where(valid, tl.load(before + i, mask=valid, other=0.0) - marginal, 0.0)
+        for start in range(0, m, COLUMNS):
+            score = _shifted(own, own_rest, high, low, by, potential, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
+            total += tl.sum(tl.exp2(score + shift[:, None]), 1)
+        found = shift - tl.log2(total)
+        lost = tl.sum((valid & ~((total > LEAST) & (total < 1 / LEAST))).to(tl.int32), 0)
+    if lost > 0:
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, m, COLUMNS):
+            score = _shifted(own, own_rest, high, low, by, potential, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
+            now = tl.maximum(largest, tl.max(score, 1))
+            finite = tl.where(now == float("-inf"), 0.0, now)
+            total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(score - finite[:, None]), 1)
+            largest = now
+        found = -(largest + tl.log2(total))
+    tl.store(after + i, tl.where(valid, marginal + found, float("-inf")), mask=i < n)
 
 
 @triton.jit
@@ -62,49 +120,19 @@ def _half_step(
     n, m, d, blocks, tolerance, LEAST: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """FIRST: of all iterations, and nothing is known `before`. SECOND: of the two of an iteration.
-
-    After the first the plan has right columns, so that no row has more than all, and none less than a share of 1/m of
-    what it should: about the plan as it is, sums neither vanish nor overflow. Those that do, beyond LEAST, are taken
-    about their largest number: scores are so large then that their rounding moves potentials more.
-    """
     problem = (tl.program_id(0) // blocks).to(tl.int64)
     block = tl.program_id(0) % blocks
-    if tl.load(done + problem) != 0:
+    rows, columns = problem * n, problem * m
+    if not goes_on(
+        done + problem, iterations + problem, potential + columns, earlier + columns, log_other + columns, m, block,
+        tolerance, FIRST, SECOND,
+    ):  # fmt: skip
         return
-    if SECOND:
-        if not FIRST:  # noqa: SIM102  # which Triton decides when it compiles
-            if _are_settled(potential, earlier, log_other, problem, m, tolerance, 1024):
-                tl.store(done + problem, 1)  # all programs of this problem find the same
-                return
-        if block == 0:
-            tl.store(iterations + problem, tl.load(iterations + problem) + 1)
-    i = block * ROWS + tl.arange(0, ROWS)
-    own, own_rest = read_halves(own_high, own_low, problem, i, n, d, WIDTH, PARTS)
-    by = tl.load(scale + problem)
-    marginal = tl.load(log_own + problem * n + i, mask=i < n, other=float("-inf")) * LOG2_E
-    valid = marginal > float("-inf")
-    total = tl.zeros([ROWS], tl.float32)
-    found = total
-    lost = 1
-    if not FIRST:
-        shift = tl.where(valid, tl.load(before + problem * n + i, mask=valid, other=0.0) - marginal, 0.0)
-        for start in range(0, m, COLUMNS):
-            score = _shifted(own, own_rest, high, low, by, potential, problem, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
-            total += tl.sum(tl.exp2(score + shift[:, None]), 1)
-        found = shift - tl.log2(total)
-        lost = tl.sum((valid & ~((total > LEAST) & (total < 1 / LEAST))).to(tl.int32), 0)
-    if lost > 0:
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, m, COLUMNS):
-            score = _shifted(own, own_rest, high, low, by, potential, problem, start, m, d, PARTS, ROWS, COLUMNS, WIDTH)
-            now = tl.maximum(largest, tl.max(score, 1))
-            finite = tl.where(now == float("-inf"), 0.0, now)
-            total = total * tl.exp2(largest - finite) + tl.sum(tl.exp2(score - finite[:, None]), 1)
-            largest = now
-        found = -(largest + tl.log2(total))
-    tl.store(after + problem * n + i, tl.where(valid, marginal + found, float("-inf")), mask=i < n)
+    half_step(
+        own_high + rows * d, own_low + rows * d, high + columns * d, low + columns * d, tl.load(scale + problem),
+        potential + columns, before + rows, log_own + rows, after + rows, n, m, d, block,
+        LEAST, FIRST, PARTS, ROWS, COLUMNS, WIDTH,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -265,11 +293,17 @@ class StreamedScores:
         self, kernel: Any, own: Halves, other: Halves, tensors: tuple[Tensor, ...], *more: float, **of: Any
     ) -> None:
         (problems, n, d), m = own.high.shape, other.high.shape[1]
-        width = max(16, triton.next_power_of_2(d))
-        largest = self.largest_tile if width <= TILE or has_room(own.high.device) else self.largest_tile // 2
-        rows = min(largest, max(16, triton.next_power_of_2(n)))
-        columns = min(max(16, largest // 2), max(16, triton.next_power_of_2(m)))
-        blocks = triton.cdiv(n, rows)
+        settings = tile_of(n, m, own.high, self.largest_tile)
+        blocks = triton.cdiv(n, settings["ROWS"])
         given = (own.high, own.low, other.high, other.low, self.halved[2], *tensors, n, m, d, blocks, *more)
-        settings = {"PARTS": own.parts, "ROWS": rows, "COLUMNS": columns, "WIDTH": width, **of}
-        launch(kernel, problems * blocks, *given, **settings, num_warps=8 if rows > TILE else 4, num_stages=2)
+        launch(kernel, problems * blocks, *given, **settings, PARTS=own.parts, **of)
+
+
+def tile_of(rows: int, columns: int, tokens: Tensor, largest: int = LARGEST_TILE) -> dict[str, int]:
+    """How scores of so many rows and columns are divided among programs and threads."""
+    width = width_of(tokens)
+    largest = largest if width <= TILE or has_room(tokens.device) else largest // 2
+    rows = min(largest, max(16, triton.next_power_of_2(rows)))
+    columns = min(max(16, largest // 2), max(16, triton.next_power_of_2(columns)))
+    warps = 8 if rows > TILE else 4
+    return {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps, "num_stages": 2}

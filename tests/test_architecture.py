@@ -20,6 +20,7 @@ CORE = {
     "adversary",
     "passes",
     "apart",
+    "ahead",
     "stream",
     "recentre",
     "coordinates",
@@ -55,7 +56,9 @@ ALLOWED = {
     "finite": set(),
     "adversary": {"updates"},
     "apart": set(),
+    "ahead": {"apart", "capture"},
     "objective": {
+        "ahead",
         "balance",
         "capture",
         "config",

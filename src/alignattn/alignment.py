@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from weakref import WeakSet
 
 import torch
@@ -215,6 +215,11 @@ class Alignment:
     def _keep(self, record: QueryKey) -> None:
         """A call of the pass that is being recorded."""
         self._passes.add(self._taken(record))
+        if torch.compiler.is_compiling() or not self.objective.ahead.expects:
+            return
+        recording = self._passes.recording
+        if recording is not None and not self._passes and not self._strength.is_time_to_look():
+            self.objective.ahead.notice(cast("list[QueryKey]", recording.records))
 
     def _taken(self, record: QueryKey) -> Record:
         """What is kept of a call until the loss: all of it, or with `stream` its own losses."""
@@ -231,6 +236,7 @@ class Alignment:
         if self._updates.happened():
             self._advance(surely=self._updates.written)
             self._updates.remember()  # what we shift ourselves is no update
+        self.objective.ahead.begin()
         if kwargs and (share := self._share_of_update(kwargs)) is not None:
             self._passes.weigh_next(share)
         self.objective.finite.look()

@@ -5,7 +5,8 @@ The matching is differentiated at once (matching/at_once.py), on detached copies
 of the term hands on what is known by then (delivery.py): what the matching needed in memory is free again before the
 model's own backward begins. In compiled code all this is one operator (traced.py).
 
-Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py).
+Records are matched in stacks (stacks.py), each by one call, which is recorded and replayed where it can be (replay.py),
+and while the forward still runs (ahead.py).
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from alignattn.ahead import Ahead, Plan
 from alignattn.balance import Balance, Weight
 from alignattn.capture import QueryKey
 from alignattn.config import AlignmentConfig
@@ -105,6 +107,7 @@ class Objective:
         self.recorder: Recorder | None = None  # CUDA's, if none is named
         self._replays: list[Replays] = []  # one for each stack of a loss: all of them are under way at once
         self._pool = Pool()
+        self.ahead: Ahead[_Together] = Ahead(self._matched_ahead)
         self.thinning = Thinning(config.max_tokens, config.every, config.seed)
         self.counted = 1  # times, each layer that was matched: others were left out for it
         self.alone = True  # the term is not yet part of the task's loss
@@ -133,11 +136,15 @@ class Objective:
             rows = [self.thinning.tokens(leaf.unpacked()) for leaf in leaves]
         scale = self.scale(leaves, shares)
         parts = together(rows, self.matcher)
+        early = self.ahead.take(records, parts, shares, scale)
+        went_as_planned = bool(early)
         factor = weight / scale
         handed = Delivery(alone=self.alone)
         found: list[_Together] = []
         for number, places in enumerate(parts):
-            one = self._matched(number, self._stack(places, rows, shares), watchers, scale)
+            one = early.pop(number, None)
+            if one is None:
+                one = self._matched(number, self._stack(places, rows, shares), watchers, scale)
             found.append(one)
             for at, place in enumerate(places):
                 own = one.slices(at) if acts else (None, None)
@@ -155,10 +162,14 @@ class Objective:
             names = [rows[place].name for places, _ in told for place in places]
             self.finite.submit(names, _joined([finite for _, finite in told]))
         handed.leases += [one.lease for one in found if one.lease is not None]
+        by_records = len(handed.leases) == len(found)
+        if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
+            whole = all(row is record and record.kept for row, record in zip(rows, records, strict=True))
+            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
+            self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
         values = _joined([one.values for one in found])
         of_networks_factor = factor if self.weighs_networks else 1.0 / scale
-        for parameter, *gradients in zip(self.matcher.learnt(), *(one.of_networks for one in found), strict=True):
-            gradient = functools.reduce(added, gradients)
+        for parameter, gradient in zip(self.matcher.learnt(), _of_all([one.of_networks for one in found]), strict=True):
             if gradient is not None:
                 handed.to(parameter, gradient, of_networks_factor)
         order = [place for places in parts for place in places]
@@ -169,12 +180,22 @@ class Objective:
         """Give back what they hold in memory."""
         self._replays.clear()
         self._pool = Pool()
+        self.ahead = Ahead(self._matched_ahead)
+
+    def _matched_ahead(self, number: int, records: list[QueryKey], plan: Plan) -> _Together | None:
+        shares = [plan.shares[place] for place in plan.parts[number]]
+        stack = self._stack(list(range(len(records))), records, shares)
+        self.matcher.asked = False  # what is looked at is not matched ahead
+        # Nothing is recorded within a user's forward.
+        return self._replayed(number, stack, (), plan.scale, records=False)
 
     def _matched(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together:
         found = self._replayed(number, stack, watchers, scale)
         return self._plainly(stack, watchers, scale) if found is None else found
 
-    def _replayed(self, number: int, stack: Stack, watchers: Watchers, scale: float) -> _Together | None:
+    def _replayed(
+        self, number: int, stack: Stack, watchers: Watchers, scale: float, *, records: bool = True
+    ) -> _Together | None:
         """By a record of this matching, where there is one."""
         if len(self._replays) <= number:
             self._replays.append(Replays(self.matcher, self.recorder, self._pool))
@@ -192,6 +213,7 @@ class Objective:
             lambda query, key: self._show(stack, query, key, watchers),
             of_query=of_query,
             of_key=of_key,
+            records=records,
         )
         if found is None:
             return None
@@ -268,6 +290,16 @@ def on_one_device(values: Sequence[Tensor], join: Callable[[list[Tensor]], Tenso
 def _joined(values: list[Tensor]) -> Tensor:
     """Behind each other; one, as on a device that waits for Python all layers are, as it is."""
     return values[0] if len(values) == 1 else on_one_device(values, torch.cat)
+
+
+def _of_all(parts: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
+    """The sum over all parts of each gradient; of those that are there, and alike, at once."""
+    (first, *others), known = parts, [[one for one in part if one is not None] for part in parts]
+    if not others or not known[0]:
+        return first if not others else [functools.reduce(added, some) for some in zip(*parts, strict=True)]
+    if any(len(some) < len(part) for some, part in zip(known, parts, strict=True)):
+        return [functools.reduce(added, some) for some in zip(*parts, strict=True)]
+    return functools.reduce(lambda one, other: list(torch._foreach_add(one, other)), known)
 
 
 def _without_shares(values: Tensor, shares: list[float]) -> list[Tensor]:

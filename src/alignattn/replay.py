@@ -167,8 +167,12 @@ class Replays:
         *,
         of_query: bool,
         of_key: bool,
+        records: bool = True,
     ) -> Replayed | None:
-        """The matching of these calls, all of one shape; None where it is to be done plainly."""
+        """The matching of these calls, all of one shape; None where it is to be done plainly.
+
+        `records`: what comes often may be recorded now; else only what is recorded already is played.
+        """
         alike, matcher = key_mask is query_mask, self._matcher
         weights = tuple((p.data_ptr(), p.requires_grad) for p in matcher.learnt())
         # Records of weights that lie elsewhere now are of no use, and shapes that come once are not counted for ever.
@@ -185,6 +189,8 @@ class Replays:
         if self._lent is not None and self._lent() is not None:
             return None
         if what not in self._records:
+            if not records:
+                return None
             self._seen[what] += 1
             if self._seen[what] <= BEFORE or len(self._records) >= MOST:
                 return None

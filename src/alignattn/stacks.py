@@ -14,6 +14,11 @@ from alignattn.capture import QueryKey
 from alignattn.counted import Counted
 from alignattn.matching.matcher import Edges, Matcher
 
+PARTS, FEWEST = 3, 2  # into which the layers of a model are divided, and layers in one
+# Numbers in the queries and keys of a call. Fewer are matched at once: a device is done with them before Python has
+# come to the backward that waits for them, and to part them costs Python more than it hides.
+LARGE = 2**23
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -55,7 +60,22 @@ def together(records: list[QueryKey], matcher: Matcher) -> list[list[int]]:
         given = record.query_mask is None, record.key_mask is None, record.sample_weight is None
         kind = (bank, query.shape, key.shape, query.dtype, key.dtype, query.device, given)
         groups.setdefault(kind, []).append(place)
-    return list(groups.values())
+    return [part for members in groups.values() for part in _parted(members, records[members[0]], matcher)]
+
+
+def _parted(members: list[int], one: QueryKey, matcher: Matcher) -> list[list[int]]:
+    """In parts that can be matched before the last of them is recorded (ahead.py).
+
+    The last is the smallest: nothing is left to hide it behind.
+    """
+    if one.query.numel() + one.key.numel() < LARGE:
+        return [members]
+    if not (matcher.is_separable() and matcher.is_replayable()):
+        return [members]
+    last = len(members) - FEWEST
+    size = max(FEWEST, -(-last // (PARTS - 1)))
+    starts = [*range(0, last, size), last] if last >= FEWEST else [0]
+    return [members[start:end] for start, end in zip(starts, [*starts[1:], len(members)], strict=True)]
 
 
 def stacked(places: list[int], records: list[QueryKey], shares: list[float], *, over_heads: bool) -> Stack:

@@ -490,7 +490,7 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     assert matcher.products == kernels.ROUNDED
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     exact = found(query, key, masks, torch.float64)
-    scaled = base.standardise
+    scaled = base.on_one_scale
 
     def rounded(*given):
         return tuple(side + (side.detach().bfloat16().to(side) - side.detach()) for side in scaled(*given))

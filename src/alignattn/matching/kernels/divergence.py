@@ -227,7 +227,9 @@ def _carried(
         for start in range(0, count, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
             other, rest = read_halves(high + row * d, low + row * d, 0, j, count, d, WIDTH, PARTS)
-            score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
+            score = product(
+                own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS
+            )
             score *= by
             there = _plan(score, of_row + lift, tl.load(g + j, mask=j < count, other=float("-inf")))
             back = _plan(score, of_column + lift, tl.load(f + j, mask=j < count, other=float("-inf")))

@@ -82,7 +82,7 @@ def tokens_feel(
     problems, n, m, d: tl.constexpr, hidden: tl.constexpr, e: tl.constexpr, blocks, places, largest, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """And on the way what the critic's last layer is given, and what is felt there."""
+    """What tokens feel; and kept for the weights, what the critic's last layer is given and what is felt there."""
     layer = (tl.program_id(0) // places).to(tl.int64)
     block = tl.program_id(0) % places
     start = tl.where(block < blocks, block, block - blocks) * ROWS
@@ -122,7 +122,7 @@ def trunk_feels(
     problems, n, m, d: tl.constexpr, hidden: tl.constexpr, blocks, places, programs, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens whose features, before the last layer, feel so much."""
+    """What its weights feel, and so the critic ascends: the sums of some tokens, with their sign turned."""
     layer = (tl.program_id(0) // programs).to(tl.int64)
     sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     sum_1, sum_b1 = tl.zeros([WIDTH, HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)

@@ -557,7 +557,7 @@ def test_transport_at_once_is_as_precise_as_plain_torch_in_single_precision(opti
     query, key, masks = layered(n, m, 12, masked=True)
     masks = [mask.clone() for mask in masks]
     masks[1][1, 0] = False  # the other side has tokens
-    query[1, 0] = float("nan")
+    query[1, 0, :, 0] = float("nan")
     told, others = (f(query, key, masks, torch.float32) for f in (found, functools.partial(otherwise, monkeypatch)))
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain, exact = (found(query, key, masks, dtype) for dtype in (torch.float32, torch.float64))
@@ -571,12 +571,13 @@ def test_transport_at_once_is_as_precise_as_plain_torch_in_single_precision(opti
 @inside
 def test_each_of_three_transports_stops_by_itself(monkeypatch):
     """Odd or even, the last potentials are told from those before."""
-    from alignattn.matching.kernels import divergence
+    from alignattn.matching.kernels import divergence, placed
 
     found, otherwise = transports(tolerance=1e-3, max_iterations=10, epsilon=0.3)
     query, key, masks = layered(24, 20, 8, masked=True)
     seen, launch = [], divergence.launch
-    monkeypatch.setattr(divergence, "launch", lambda *given, **of: (seen.append(given), launch(*given, **of)))
+    for module in (divergence, placed):
+        monkeypatch.setattr(module, "launch", lambda *given, **of: (seen.append(given), launch(*given, **of)))
     told = found(query, key, masks, torch.float32)
     assert len(seen) == 2 + 2 * 10 + 1
     (steps,) = (tensor for tensor in seen[1] if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (2, 3))

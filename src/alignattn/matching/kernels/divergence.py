@@ -153,8 +153,7 @@ def _felt(
     start, away = first + tl.where(is_key, n, 0), first + tl.where(is_key, 0, n)
     fact = facts + problem * FACTS
     unit, keys, alive = tl.load(fact), tl.load(fact + 2), tl.load(fact + 3)
-    many = tl.load(fact + tl.where(is_key, 2, 1))  # of its own side
-    by = unit * unit
+    by, many = unit * unit, tl.load(fact + tl.where(is_key, 2, 1))
     i = block * ROWS + tl.arange(0, ROWS)
     own, own_rest = read_halves(high + start * d, low + start * d, 0, i, count, d, WIDTH, PARTS)
     valid = tl.load(log_marginal + start + i, mask=i < count, other=float("-inf")) > float("-inf")

@@ -20,7 +20,7 @@ from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import powers, split
 from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, valid_rows, width_of
 
-FACTS = tl.constexpr(4)  # of a problem: the unit of its halves, queries, keys, and whether there are both
+FACTS = 4  # of a problem: the unit of its halves, queries, keys, and whether there are both
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def place(
     low = torch.empty_like(high) if parts == 3 else high
     squares, log_marginal = query.new_empty(2, problems, n + m).unbind()
     steps = query.new_empty(problems, 2, 3, dtype=torch.int32)
-    facts = query.new_empty(problems, FACTS.value)
+    facts = query.new_empty(problems, FACTS)
     found = high, low, squares, log_marginal, start, steps, facts
     blocks = triton.cdiv(n, TILE)
     places = blocks + triton.cdiv(m, TILE)

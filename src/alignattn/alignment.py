@@ -28,7 +28,7 @@ from alignattn.capture.search import Layers, find_sites
 from alignattn.config import DEFAULT_METHOD, METHODS, resolve
 from alignattn.errors import AlignmentError, CaptureError, ConfigError, DataError, NothingCapturedError, ShapeError
 from alignattn.matching.matcher import Matcher
-from alignattn.meter import Figures, Meter
+from alignattn.meter import Figures, Meter, with_whole
 from alignattn.objective import on_one_device
 from alignattn.passes import Pass, Passes, Record
 from alignattn.recentre import Recentring
@@ -359,15 +359,15 @@ class Alignment:
 
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""
-        figures = Figures(None if self.config.reduction == "mean" else self.objective.counted)
+        counted = None if self.config.reduction == "mean" else self.objective.counted
         parts = self.parts.values()
         if not torch.compiler.is_compiling():
-            self.meter.gather(_figures_of(self.parts), [weight, *parts], figures)
+            self.meter.gather(_figures_of(self.parts), [weight, *parts], Figures(counted))
             return
         along = on_one_device(list(parts), torch.stack)
         if not (isinstance(weight, Tensor) and weight.device == along.device):
             weight = along.new_ones(()) * weight
-        self.meter.add(_figures_of(self.parts), figures(torch.cat([weight[None], along])[None])[0])
+        self.meter.add(_figures_of(self.parts), with_whole(torch.cat([weight[None], along])[None], counted)[0])
 
     def loss_function(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A loss function with the term added, for a host that computes the loss outside the model.

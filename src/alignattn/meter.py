@@ -33,9 +33,14 @@ class Figures:
 
     def __call__(self, table: Tensor) -> Tensor:
         """[losses, 2 + layers]."""
-        weight, parts = table[:, :1], table[:, 1:]
-        whole = parts.mean(1, keepdim=True) if self.counted is None else parts.sum(1, keepdim=True) * self.counted
-        return torch.cat([weight * whole, table], 1)
+        return with_whole(table, self.counted)
+
+
+def with_whole(table: Tensor, counted: int | None) -> Tensor:
+    """What `Figures` makes."""
+    weight, parts = table[:, :1], table[:, 1:]
+    whole = parts.mean(1, keepdim=True) if counted is None else parts.sum(1, keepdim=True) * counted
+    return torch.cat([weight * whole, table], 1)
 
 
 class Meter:

@@ -493,9 +493,10 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     scaled = base.on_one_scale
 
     def rounded(*given):
-        return tuple(side + (side.detach().bfloat16().to(side) - side.detach()) for side in scaled(*given))
+        *sides, inverse = scaled(*given)
+        return *(side + (side.detach().bfloat16().to(side) - side.detach()) for side in sides), inverse
 
-    monkeypatch.setattr(base, "standardise", rounded)
+    monkeypatch.setattr(base, "on_one_scale", rounded)
     for parameter in matcher.parameters():
         parameter.data = parameter.data.bfloat16().to(parameter)
     plain = found(query, key, masks, torch.float64)
@@ -587,7 +588,7 @@ def test_transport_at_once_is_as_precise_as_plain_torch_in_single_precision(opti
     query, key, masks = layered(n, m, 12, masked=True)
     masks = [mask.clone() for mask in masks]
     masks[1][1, 0] = False  # the other side has tokens
-    query[1, 0] = float("nan")
+    query[1, 0, 0, 0] = float("nan")
     told, others = (f(query, key, masks, torch.float32) for f in (found, functools.partial(otherwise, monkeypatch)))
     monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
     plain, exact = (found(query, key, masks, dtype) for dtype in (torch.float32, torch.float64))
@@ -601,12 +602,13 @@ def test_transport_at_once_is_as_precise_as_plain_torch_in_single_precision(opti
 @inside
 def test_each_of_three_transports_stops_by_itself(monkeypatch):
     """Odd or even, the last potentials are told from those before."""
-    from alignattn.matching.kernels import divergence
+    from alignattn.matching.kernels import divergence, placed
 
     found, otherwise = transports(tolerance=1e-3, max_iterations=10, epsilon=0.3)
     query, key, masks = layered(24, 20, 8, masked=True)
     seen, launch = [], divergence.launch
-    monkeypatch.setattr(divergence, "launch", lambda *given, **of: (seen.append(given), launch(*given, **of)))
+    for module in (divergence, placed):
+        monkeypatch.setattr(module, "launch", lambda *given, **of: (seen.append(given), launch(*given, **of)))
     told = found(query, key, masks, torch.float32)
     assert len(seen) == 2 + 2 * 10 + 1
     (steps,) = (tensor for tensor in seen[1] if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (2, 3))
@@ -673,6 +675,16 @@ def test_transport_at_once_of_what_is_not_finite_says_so_and_leaves_others_alone
         assert told[0][1, 1].isnan() and told[1][1, 1].isnan().any() and told[2][1, 1].isnan().any()
         for one, other in zip(told, right, strict=True):
             assert torch.equal(one[0], other[0]) and torch.equal(one[1, 0], other[1, 0])
+
+
+@inside
+@pytest.mark.parametrize("debiased", [True, False])
+def test_transport_at_once_of_an_empty_side_is_nothing(debiased):
+    """Nor what logarithms of 6 and 13 are rounded to."""
+    query, key, masks = sides(3, 6, 13, 16, masked=True)
+    masks[0][1], masks[1][2] = False, False
+    told = asked_at_once(query.float(), key.float(), masks, products="tf32x3", debiased=debiased)
+    assert told[0][0].all() and not any(t[1:].any() for t in told)
 
 
 @inside

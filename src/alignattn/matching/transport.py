@@ -208,7 +208,7 @@ class TransportMatcher(Matcher):
         return few and super().is_replayable()
 
     def _at_once(self) -> bool:
-        """Whether kernels have one pass for it: of distances, and of few iterations, as they ask for nothing between."""
+        """Whether kernels have one pass for it: of distances, and of few iterations, as nothing is asked between."""
         config = self.config
         plain = config.cost != "cosine" and config.gradient == "plan" and not config.relative_epsilon
         return plain and config.max_iterations <= LOOK_EVERY

@@ -142,9 +142,7 @@ class Objective:
         handed = Delivery(alone=self.alone)
         found: list[_Together] = []
         for number, places in enumerate(parts):
-            one = early.pop(number, None)
-            if one is None:
-                one = self._matched(number, self._stack(places, rows, shares), watchers, scale)
+            one = early.pop(number, None) or self._matched(number, self._stack(places, rows, shares), watchers, scale)
             found.append(one)
             for at, place in enumerate(places):
                 own = one.slices(at) if acts else (None, None)
@@ -164,9 +162,8 @@ class Objective:
         handed.leases += [one.lease for one in found if one.lease is not None]
         by_records = len(handed.leases) == len(found)
         if not went_as_planned and (by_records or balance is None):  # looks are recorded later than others
-            whole = all(row is record and record.kept for row, record in zip(rows, records, strict=True))
-            alike = by_records and whole and len(forwards) == 1 and self.config.every == 1 and len(parts) > 1
-            self.ahead.learn(Plan.of(records, parts, shares, scale) if alike else None)
+            alike = by_records and rows is records and len(forwards) == 1
+            self.ahead.learn(self._plan(records, parts, shares, scale) if alike else None)
         values = _joined([one.values for one in found])
         of_networks_factor = factor if self.weighs_networks else 1.0 / scale
         for parameter, gradient in zip(self.matcher.learnt(), _of_all([one.of_networks for one in found]), strict=True):
@@ -181,6 +178,11 @@ class Objective:
         self._replays.clear()
         self._pool = Pool()
         self.ahead = Ahead(self._matched_ahead)
+
+    def _plan(self, records: list[QueryKey], parts: list[list[int]], shares: list[float], scale: float) -> Plan | None:
+        """What the next loss will be of, if it is to be matched ahead."""
+        several = len(parts) > 1 and self.config.every == 1
+        return Plan.of(records, parts, shares, scale) if several and all(r.kept for r in records) else None
 
     def _matched_ahead(self, number: int, records: list[QueryKey], plan: Plan) -> _Together | None:
         shares = [plan.shares[place] for place in plan.parts[number]]

@@ -1,7 +1,7 @@
 """Transport of many problems, and of either side onto itself, in a dozen launches whatever their number.
 
-Scores of all three are products of the same tokens (about_origin.py), times sqrt(log2 e / epsilon): exponents of two as they
-come. With costs c_ij = |x_i - y_j|²/2, and r and s the sums of a plan's rows and columns,
+Scores of all three are products of the same tokens (about_origin.py), times sqrt(log2 e / epsilon): exponents of two as
+they come. With costs c_ij = |x_i - y_j|²/2, and r and s the sums of a plan's rows and columns,
 
     log2 pi_ij = f_i + g_j + x_i·y_j
     R = sum_ij pi_ij (c_ij + log2 pi_ij) = sum_i r_i (|x_i|²/2 + f_i) + sum_j s_j (|y_j|²/2 + g_j)
@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.divergence import Asked
-from alignattn.matching.kernels.halves import product, read_halves, split
 from alignattn.matching.kernels.about_origin import FACTS, place
+from alignattn.matching.kernels.halves import product, read_halves, split
 from alignattn.matching.kernels.sinkhorn import LEAST, goes_on, half_step, tile_of
 from alignattn.matching.kernels.tiles import launch
 

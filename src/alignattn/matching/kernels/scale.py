@@ -174,6 +174,7 @@ def backward(
 
 def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:
     return {
+        "num_warps": 8,  # problems may be few, and each has much to wait for
         "ROWS": 2 * TILE if width_of(query) <= 64 else TILE,
         "WIDTH": width_of(query),
         "QUERY_MASKED": query_mask is not None,

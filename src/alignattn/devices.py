@@ -26,7 +26,9 @@ class Arriving:
 
     def are_here(self) -> bool:
         """Whether nobody would have to wait."""
-        return self._event is None or bool(self._event.query())
+        if self._event is not None and self._event.query():
+            self._event = None  # which need not be asked again
+        return self._event is None
 
     def values(self) -> Tensor:
         """On the host."""

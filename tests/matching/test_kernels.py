@@ -706,6 +706,86 @@ def test_products_are_as_precise_as_the_tokens_of_both_sides_are_worth():
 
 
 @inside
+@pytest.mark.parametrize(("n", "m", "d"), SHAPES[2:])
+def test_a_game_of_halves_knows_eleven_bits(n, m, d, monkeypatch):
+    """As many as tokens of fp16. Of tokens the typical one: where a ReLU bends, any rounding may take another side."""
+    from alignattn.matching import kernels
+    from alignattn.matching import matcher as base
+
+    matcher, found = matchings("gan", d)
+    query, key, masks = layered(n, m, d, masked=True)
+    query, key = query.half().double(), key.half().double()
+    told = found(query, key, masks, torch.float16)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    exact = found(query, key, masks, torch.float64)
+    scaled = base.standardise
+    monkeypatch.setattr(base, "standardise", lambda *given: tuple(side.half().to(side) for side in scaled(*given)))
+    for parameter in matcher.parameters():
+        parameter.data = parameter.data.half().to(parameter)
+    plain = found(query, key, masks, torch.float64)
+    for one, usual, truth in zip(told, plain, exact, strict=True):
+        if one.shape == query.shape or one.shape == key.shape:
+            counted = truth.norm(dim=-1) > 0  # not padding
+            off, allowed = ((t - truth).norm(dim=-1)[counted].median() for t in (one, usual.half().double()))
+        else:
+            off, allowed = ((t - truth).square().mean().sqrt() for t in (one, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+def played(n, m, *, products, masked, outer=None):
+    """The game of tokens about one in size: distances, and what tokens and weights feel."""
+    from alignattn.matching.kernels.game import game
+    from alignattn.matching.networks import Discriminator
+
+    query, key, masks = layered(n, m, 16, masked=masked)
+    network = Discriminator(["a", "b"], 16, hidden=20, out=1).to(DEVICE)
+    leaves = [t.float().to(DEVICE).requires_grad_() for t in (query, key)]
+    given = [None if mask is None else mask.flatten(0, 1).to(DEVICE) for mask in masks]
+    distances, _ = game(products, *leaves, *given, *network.weights(leaves[0]))
+    outer = torch.linspace(0.5, 1.5, distances.numel(), device=DEVICE).view_as(distances) * (outer or 1.0)
+    return distances.detach(), *torch.autograd.grad(distances, [*leaves, *network.parameters()], outer)
+
+
+@inside
+@pytest.mark.parametrize("products", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("power", [2.0**16, 2.0**-20])
+def test_what_a_game_teaches_grows_as_what_is_felt_of_it(products, power):
+    """By powers of two, exactly, as a scaler of gradients makes it."""
+    once = played(40, 40, products=products, masked=True)
+    again = played(40, 40, products=products, masked=True, outer=power)
+    assert torch.equal(again[0], once[0])
+    for one, other in zip(once[1:], again[1:], strict=True):
+        assert one.any() and torch.equal(one * power, other)
+
+
+@inside
+@pytest.mark.parametrize("products", ["tf32", "tf32x3"])
+@pytest.mark.parametrize("size", [1e-12, 1e9])
+def test_features_of_tokens_and_gradients_of_any_size(products, size, monkeypatch):
+    """No power of two is too large for halves, or too small."""
+    from alignattn.matching import kernels
+    from alignattn.matching.networks import Discriminator
+
+    generator = torch.Generator().manual_seed(0)
+    network = Discriminator(["a"], 16, hidden=20, out=1).to(DEVICE)
+    for bias in (network.transform.bias, network.gate.bias, network.first.bias):
+        bias.data.zero_()
+    x = torch.randn(1, 50, 16, generator=generator).to(DEVICE) * size
+    outer = torch.randn(1, 50, 20, generator=generator).to(DEVICE) / size
+
+    def found():
+        leaf = x.clone().requires_grad_()
+        features = network.features(leaf, products=products)
+        return [features.detach(), *torch.autograd.grad(features, [leaf, network.first.weight], outer)]
+
+    told = found()
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    for one, other in zip(told, found(), strict=True):
+        bits = 9 if products == "tf32" else 19
+        assert (one - other).norm() <= 2.0**-bits * other.norm()
+
+
+@inside
 @pytest.mark.parametrize("method", ["gan", "ct"])
 def test_matchings_are_the_same_each_time(method):
     _, found = matchings(method, 16)

@@ -1,12 +1,11 @@
-"""The game of queries and keys with a discriminator, in a handful of kernels: what features.py and adversarial.py say.
+"""The game of queries and keys with a discriminator, in four launches: what features.py and adversarial.py say.
 
-Features are sixteen numbers a token. A program serves one problem: it passes over its features for their sums, for
-their distance, and once more to write what each feature and each answer feels if the problem counts one. The backward
-takes that, times what a problem counts, through the trunk (highway.py): from the distance to tokens, from the answers
-to weights.
+Features are made a tile at a time, queries and keys at once, and only the sums of each tile are kept; a second kernel
+makes the distance of them (feature_sums.py), and tells what a feature feels: a vector of the problem, a multiple of
+itself, and a multiple of its own pair, which is all that features need to be stored for. A third takes both ways back
+through the trunk (highway.py): from the distance to tokens, from the answers to weights. Then these are added up.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,22 +14,30 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.matching.kernels import highway
+from alignattn.matching.kernels import EXACT
+from alignattn.matching.kernels.feature_sums import BLOCKS, NUMBERS, ROUNDING, VECTORS, distance, put
+from alignattn.matching.kernels.halves import powers, split
 from alignattn.matching.kernels.highway import (
-    PROGRAMS,
     SLOPE,
-    SMALL_TILE,
     apart,
+    back,
     dense,
+    forth,
+    largest,
+    leaky,
+    placed,
+    programs_of,
     put_sums,
+    read_tokens,
+    row_of,
     shape,
     size_of,
     store,
-    to_highway,
     to_tokens,
-    tokens_of,
+    to_weights,
+    weights_of,
 )
-from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, valid_rows, write
+from alignattn.matching.kernels.tiles import as_bytes, launch, valid_rows
 
 
 @triton.jit
@@ -39,197 +46,164 @@ def _answers(features, weight, bias):
 
 
 @triton.jit
-def _first_sums(
-    features, mask, weight, bias, sign, problem, sample, count, e,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    summed, squares = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    many, right = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        valid = valid_rows(mask, sample, i, count, MASKED)
-        tile = read(features, problem, i, valid, count, e, HIDDEN)
-        answer = sign * _answers(tile, weight, bias)
-        summed += tl.sum(tile, 0)
-        squares += tl.sum(tile * tile, 0)
-        many += valid.to(tl.float32)
-        right += tl.where(valid & (answer > 0), 1.0, 0.0)
-    return summed, tl.sum(squares, 0), tl.sum(many, 0), tl.sum(right, 0)
+def _sample(layer, problems, heads, problem):
+    return layer * (problems // heads) + problem // heads
 
 
 @triton.jit
-def _centred(features, mask, centre, problem, sample, i, count, e, HIDDEN: tl.constexpr, MASKED: tl.constexpr):
-    valid = valid_rows(mask, sample, i, count, MASKED)
-    tile = read(features, problem, i, valid, count, e, HIDDEN) - centre[None, :]
-    return valid, tl.where(valid[:, None], tile, 0.0)
-
-
-@triton.jit
-def _second_sums(
-    features, mask, centre, problem, sample, count, e,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    summed, squares = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        valid, x = _centred(features, mask, centre, problem, sample, i, count, e, HIDDEN, MASKED)
-        summed += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
-    return summed, tl.sum(squares, 0)
-
-
-@triton.jit
-def _own_pairs(
-    query, key, query_mask, key_mask, centre, problem, sample, count, e,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-):  # fmt: skip
-    products, paired = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    many = tl.zeros([ROWS], tl.float32)
-    for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        there, x = _centred(query, query_mask, centre, problem, sample, i, count, e, HIDDEN, QUERY_MASKED)
-        here, y = _centred(key, key_mask, centre, problem, sample, i, count, e, HIDDEN, KEY_MASKED)
-        both = there & here
-        products += tl.sum(x * y, 0)
-        paired += tl.sum(tl.where(both[:, None], x + y, 0.0), 0)
-        many += both.to(tl.float32)
-    return tl.sum(products, 0), paired, tl.sum(many, 0)
-
-
-@triton.jit
-def _felt(
-    own, other, own_mask, other_mask, centre, of_own, of_answers, weight, bias, sign, shared, multiple, paired,
-    answered, problem, sample, count, e,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, OWN_MASKED: tl.constexpr, OTHER_MASKED: tl.constexpr,
+def _about_mean(
+    tokens, mask, features, units, record, at, sign, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, weight, bias,
+    layer, problem, sample, block, blocks, count, d, e, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
     HAS_OWN: tl.constexpr,
 ):  # fmt: skip
-    for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        valid, x = _centred(own, own_mask, centre, problem, sample, i, count, e, HIDDEN, OWN_MASKED)
-        gradient = shared[None, :] + multiple * x
-        if HAS_OWN:
-            there, y = _centred(other, other_mask, centre, problem, sample, i, count, e, HIDDEN, OTHER_MASKED)
-            gradient += paired * y
-        write(of_own, tl.where(valid[:, None], gradient, 0.0), problem, i, count, e, HIDDEN)
-        answer = sign * _answers(x + centre[None, :], weight, bias)
-        felt = tl.where(valid, sign * answered * tl.sigmoid(-answer), 0.0)
-        tl.store(of_answers + problem * count + i, felt, mask=i < count)
-
-
-@triton.jit
-def _play(
-    query, key, query_mask, key_mask, w_2, b_2, distances, accuracies, of_query, of_key, of_yes, of_no,
-    heads, problems, n, m, e, rounding,
-    ROWS: tl.constexpr, HIDDEN: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-    HAS_OWN: tl.constexpr,
-):  # fmt: skip
-    problem = tl.program_id(0).to(tl.int64)
-    sample, layer = problem // heads, problem // problems
-    k = tl.arange(0, HIDDEN)
-    weight, bias = tl.load(w_2 + layer * e + k, mask=k < e, other=0.0), tl.load(b_2 + layer)
-    sum_q, square_q, many_q, right_q = _first_sums(
-        query, query_mask, weight, bias, 1.0, problem, sample, n, e, ROWS, HIDDEN, QUERY_MASKED
-    )
-    sum_k, square_k, many_k, right_k = _first_sums(
-        key, key_mask, weight, bias, -1.0, problem, sample, m, e, ROWS, HIDDEN, KEY_MASKED
-    )
-    count_q, count_k = tl.maximum(many_q, 1.0), tl.maximum(many_k, 1.0)
-    tl.store(accuracies + problem, (right_q / count_q + right_k / count_k) / 2)
-    size = (square_q / (n * e) + square_k / (m * e)) / 2
-    centre = (sum_q / count_q + sum_k / count_k) / 2
-    sum_x, square_x = _second_sums(query, query_mask, centre, problem, sample, n, e, ROWS, HIDDEN, QUERY_MASKED)
-    sum_y, square_y = _second_sums(key, key_mask, centre, problem, sample, m, e, ROWS, HIDDEN, KEY_MASKED)
-    cross, pairs = tl.sum(sum_x * sum_y, 0), many_q * many_k
-    of_x = 1.0 / tl.maximum(many_q * (many_q - 1.0), 1.0)
-    of_y = 1.0 / tl.maximum(many_k * (many_k - 1.0), 1.0)
-    apart = tl.zeros([HIDDEN], tl.float32)
+    """Features of some tokens about their mean; that, and their sums, are put down."""
+    start, k = block * ROWS, tl.arange(0, HIDDEN)
+    valid = valid_rows(mask, sample, start + tl.arange(0, ROWS), count, MASKED)
+    _, _, answer, _, _, _, _, _, _ = forth(
+        read_tokens(tokens, problem, start, count, d, ROWS, WIDTH), t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1,
+        layer, d, e, WIDTH, HIDDEN, PARTS,
+    )  # fmt: skip
+    found = leaky(answer, answer, slope)
     if HAS_OWN:
-        product, apart, own = _own_pairs(
-            query, key, query_mask, key_mask, centre, problem, sample, n, e, ROWS, HIDDEN, QUERY_MASKED, KEY_MASKED
-        )
-        cross, pairs = cross - product, pairs - own
-    across = 2.0 / tl.maximum(pairs, 1.0)
-    gap = (tl.sum(sum_x * sum_x, 0) - square_x) * of_x + (tl.sum(sum_y * sum_y, 0) - square_y) * of_y - cross * across
-    variance = (square_x / count_q + square_y / count_k) / 2
-    counts = (many_q >= 2) & (many_k >= 2) & (variance > rounding * e * size)
-    variance = tl.where(counts, variance, 1.0)
-    distance = tl.where(counts, gap, 0.0) / variance
-    tl.store(distances + problem, distance)
-    scale = tl.where(counts, 1.0, 0.0) / variance
-    # What the centre's way gives: nothing where every token has its own pair.
-    of_centre = many_q * across * sum_y + many_k * across * sum_x - across * apart
-    of_centre -= 2.0 * sum_x / count_q + 2.0 * sum_y / count_k
-    shared_x = (2.0 * of_x * sum_x - across * sum_y + of_centre / (2.0 * count_q)) * scale
-    shared_y = (2.0 * of_y * sum_y - across * sum_x + of_centre / (2.0 * count_k)) * scale
-    alive = tl.where((many_q >= 1) & (many_k >= 1), 1.0, 0.0)
-    _felt(
-        query, key, query_mask, key_mask, centre, of_query, of_yes, weight, bias, 1.0,
-        shared_x, -(2.0 * of_x + distance / count_q) * scale, across * scale, alive / count_q, problem, sample, n, e,
-        ROWS, HIDDEN, QUERY_MASKED, KEY_MASKED, HAS_OWN,
-    )  # fmt: skip
-    _felt(
-        key, query, key_mask, query_mask, centre, of_key, of_no, weight, bias, -1.0,
-        shared_y, -(2.0 * of_y + distance / count_k) * scale, across * scale, alive / count_k, problem, sample, m, e,
-        ROWS, HIDDEN, KEY_MASKED, QUERY_MASKED, HAS_OWN,
-    )  # fmt: skip
+        kept = found
+        if PARTS == 1:
+            kept, _, one = placed(found, PARTS)
+            tl.store(units + problem * blocks + block, one)
+        store(features, kept, problem, start, count, e, ROWS, HIDDEN)
+    right = valid & (sign * _answers(found, weight, bias) > 0)
+    many = tl.sum(valid.to(tl.float32), 0)
+    mean = tl.sum(tl.where(valid[:, None], found, 0.0), 0) / tl.maximum(many, 1.0)
+    x = tl.where(valid[:, None], found - mean[None, :], 0.0)
+    put(record, 2 * at, k, mean, e)
+    put(record, 2 * at + 1, k, tl.sum(x * x, 0), e)
+    tl.store(record + VECTORS * e + 2 * at, many)
+    tl.store(record + VECTORS * e + 2 * at + 1, tl.sum(right.to(tl.float32), 0))
+    return valid, x
 
 
 @triton.jit
-def _backward_tokens(
-    x, outer, of_problems, w_t, b_t, w_g, b_g, w_1, b_1, of_x, count, length, d, hidden, blocks, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    layer = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * ROWS
-    own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
-    i = start + tl.arange(0, ROWS)
-    by = tl.load(of_problems + layer * (count // length) + i // length, mask=i < count, other=0.0)
-    given = tokens_of(outer, layer, start, count, hidden, ROWS, HIDDEN) * by[:, None]
-    answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
-        own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope, WIDTH, HIDDEN, PRECISION
-    )
-    gradient = to_tokens(gate, of_carried, of_gate, of_transformed, w_t, w_g, layer, d, WIDTH, PRECISION)
-    store(of_x, gradient, layer, start, count, d, ROWS, WIDTH)
-
-
-@triton.jit
-def _backward_weights(
-    x, of_answers, of_problems, w_t, b_t, w_g, b_g, w_1, b_1, w_2, sums,
-    count, length, d, hidden, programs, first, places, size, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+def _forward(
+    query, key, query_mask, key_mask, w_t, b_t, w_g, b_g, w_1, b_1, w_2, b_2, of_query, of_key, units_query, units_key,
+    records, heads, problems, n, m, d, e, blocks, programs, size, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, QUERY_MASKED: tl.constexpr,
+    KEY_MASKED: tl.constexpr, HAS_OWN: tl.constexpr,
 ):  # fmt: skip
     layer = (tl.program_id(0) // programs).to(tl.int64)
-    place = layer * places + first + tl.program_id(0) % programs
-    k = tl.arange(0, HIDDEN)
-    weight = tl.load(w_2 + layer * hidden + k, mask=k < hidden, other=0.0)
+    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, e, WIDTH, HIDDEN, PARTS)
+    weight, bias, k = row_of(w_2, layer, e, HIDDEN), tl.load(b_2 + layer), tl.arange(0, HIDDEN)
+    for place in range(tl.program_id(0) % programs, problems * blocks, programs):
+        problem, block = layer * problems + place // blocks, place % blocks
+        sample, record = _sample(layer, problems, heads, place // blocks), records + (problem * blocks + block) * size
+        there, x = _about_mean(
+            query, query_mask, of_query, units_query, record, 0, 1.0, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1,
+            weight, bias, layer, problem, sample, block, blocks, n, d, e, slope,
+            ROWS, WIDTH, HIDDEN, PARTS, QUERY_MASKED, HAS_OWN,
+        )  # fmt: skip
+        here, y = _about_mean(
+            key, key_mask, of_key, units_key, record, 1, -1.0, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1,
+            weight, bias, layer, problem, sample, block, blocks, m, d, e, slope,
+            ROWS, WIDTH, HIDDEN, PARTS, KEY_MASKED, HAS_OWN,
+        )  # fmt: skip
+        if HAS_OWN:
+            both = there & here
+            put(record, 4, k, tl.sum(x * y, 0), e)
+            tl.store(record + VECTORS * e + 4, tl.sum(both.to(tl.float32), 0))
+            if QUERY_MASKED or KEY_MASKED:  # else these are sums about means: nothing
+                put(record, 5, k, tl.sum(tl.where(both[:, None], x, 0.0), 0), e)
+                put(record, 6, k, tl.sum(tl.where(both[:, None], y, 0.0), 0), e)
+
+
+@triton.jit
+def _valid(query_mask, key_mask, side, sample, i, count, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr):
+    valid = i < count
+    if QUERY_MASKED:
+        valid = valid & (tl.load(query_mask + sample * count + i, mask=i < count * (1 - side), other=1) != 0)
+    if KEY_MASKED:
+        valid = valid & (tl.load(key_mask + sample * count + i, mask=i < count * side, other=1) != 0)
+    return valid
+
+
+@triton.jit
+def _backward(  # noqa: PLR0915
+    query, key, query_mask, key_mask, w_t, b_t, w_g, b_g, w_1, b_1, w_2, b_2, of_query, of_key, units_query, units_key,
+    felt, outer, to_query, to_key, sums, heads, problems, n, m, d, e, blocks, places, programs, size, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, QUERY_MASKED: tl.constexpr,
+    KEY_MASKED: tl.constexpr, HAS_OWN: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // programs).to(tl.int64)
+    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, e, WIDTH, HIDDEN, PARTS)
+    weight, bias, k = row_of(w_2, layer, e, HIDDEN), tl.load(b_2 + layer), tl.arange(0, HIDDEN)
     sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
     sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
     sum_b1, sum_2 = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    sum_b2 = tl.zeros([ROWS], tl.float32)
-    for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
-        own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
-        i = start + tl.arange(0, ROWS)
-        by = tl.load(of_problems + layer * (count // length) + i // length, mask=i < count, other=0.0)
-        felt = tl.load(of_answers + layer * count + i, mask=i < count, other=0.0) * by
-        answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
-            own, felt[:, None] * weight[None, :], w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope,
-            WIDTH, HIDDEN, PRECISION,
-        )  # fmt: skip
-        sum_1 += tl.dot(tl.trans(carried), of_answer, input_precision=PRECISION)
-        sum_t += tl.dot(tl.trans(own), of_transformed, input_precision=PRECISION)
-        sum_g += tl.dot(tl.trans(own), of_gate, input_precision=PRECISION)
-        sum_b1 += tl.sum(of_answer, 0)
-        sum_bt += tl.sum(of_transformed, 0)
-        sum_bg += tl.sum(of_gate, 0)
-        sum_2 += tl.sum(tl.where(answer > 0, answer, slope * answer) * felt[:, None], 0)
-        sum_b2 += felt
-    # The discriminator ascends.
-    to = sums + place * size
-    put_sums(to, -sum_t, -sum_bt, -sum_g, -sum_bg, -sum_1, -sum_b1, d, hidden, WIDTH, HIDDEN)
-    to += size - hidden - 1
-    tl.store(to + k, -sum_2, mask=k < hidden)
-    tl.store(to + hidden, -tl.sum(sum_b2, 0))
+    sum_b2, most_weight = tl.zeros([ROWS], tl.float32), tl.max(tl.abs(weight), 0)
+    for one in range(tl.program_id(0) % programs, problems * places, programs):
+        problem, place = layer * problems + one // places, one % places
+        are_queries = place < blocks  # first the tiles of queries, then those of keys
+        side = tl.where(are_queries, 0, 1)
+        block, count = place - side * blocks, tl.where(are_queries, n, m)
+        i, sample = block * ROWS + tl.arange(0, ROWS), _sample(layer, problems, heads, one // places)
+        valid = _valid(query_mask, key_mask, side, sample, i, count, QUERY_MASKED, KEY_MASKED)
+        by = tl.load(outer + problem)
+        x = read_tokens(tl.where(are_queries, query, key), problem, block * ROWS, count, d, ROWS, WIDTH)
+        mark, lever, answer, high, low, x_unit, carried, carried_low, carried_unit = forth(
+            x, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, layer, d, e, WIDTH, HIDDEN, PARTS
+        )
+        found = leaky(answer, answer, slope)
+        of = felt + problem * (3 * e + 5)
+        centre = row_of(of, 0, e, HIDDEN)[None, :]
+        given = row_of(of, 1 + side, e, HIDDEN)[None, :] + tl.load(of + 3 * e + side) * (found - centre)
+        if HAS_OWN:
+            there = _valid(query_mask, key_mask, 1 - side, sample, i, count, QUERY_MASKED, KEY_MASKED)
+            other = read_tokens(tl.where(are_queries, of_key, of_query), problem, block * ROWS, count, e, ROWS, HIDDEN)
+            if PARTS == 1:
+                units = tl.where(are_queries, units_key, units_query)
+                other = other.to(tl.float32) * tl.load(units + problem * blocks + block)
+            given += tl.where(there[:, None], tl.load(of + 3 * e + 4) * (other - centre), 0.0)
+        given = leaky(answer, tl.where(valid[:, None], given, 0.0), slope)
+        of_answer, of_answer_low, given_unit = placed(given, PARTS)
+        of_carried, of_gate, of_transformed = back(mark, lever, of_answer, of_answer_low, h, h_low, PARTS)
+        most = largest(of_gate, of_transformed)
+        if WEIGHTS:
+            # In a unit of its own, and so about as large as what tokens feel: one power of two serves both.
+            sign, answered = tl.where(are_queries, 1.0, -1.0), tl.load(of + 3 * e + 2 + side) * by
+            power, felt_unit = powers(tl.abs(answered) * most_weight)
+            feels = sign * answered * power * tl.sigmoid(-sign * _answers(found, weight, bias))
+            feels = tl.where(valid, feels, 0.0)
+            value = feels[:, None] * leaky(answer, weight[None, :], slope)
+            of_value, of_value_low, _ = split(value, PARTS)
+            _, gate_of_value, transform_of_value = back(mark, lever, of_value, of_value_low, h, h_low, PARTS)
+            most = tl.maximum(most, largest(gate_of_value, transform_of_value))
+        power, of_unit = powers(most)
+        of_t, of_t_low, _ = split(of_transformed * power, PARTS)
+        of_g, of_g_low, _ = split(of_gate * power, PARTS)
+        by_tokens = given_unit * unit * by
+        gradient = to_tokens(
+            of_carried, mark, of_t, of_t_low, of_g, of_g_low, of_unit * unit, t, t_low, g, g_low, PARTS
+        )
+        store(
+            tl.where(are_queries, to_query, to_key), gradient * by_tokens, problem, block * ROWS, count, d, ROWS, WIDTH
+        )
+        if WEIGHTS:
+            of_t, of_t_low, _ = split(transform_of_value * power, PARTS)
+            of_g, of_g_low, _ = split(gate_of_value * power, PARTS)
+            by = felt_unit * unit
+            sum_1 += to_weights(carried, carried_low, of_value, of_value_low, carried_unit * felt_unit, PARTS)
+            sum_t += to_weights(high, low, of_t, of_t_low, x_unit * of_unit * by, PARTS)
+            sum_g += to_weights(high, low, of_g, of_g_low, x_unit * of_unit * by, PARTS)
+            sum_b1 += tl.sum(value, 0) * felt_unit
+            sum_bt += tl.sum(transform_of_value, 0) * by
+            sum_bg += tl.sum(gate_of_value, 0) * by
+            sum_2 += tl.sum(found * feels[:, None], 0) * felt_unit
+            sum_b2 += feels * felt_unit
+    if WEIGHTS:  # the discriminator ascends
+        to = sums + tl.program_id(0).to(tl.int64) * size
+        put_sums(to, -sum_t, -sum_bt, -sum_g, -sum_bg, -sum_1, -sum_b1, d, e, WIDTH, HIDDEN)
+        to += size - e - 1
+        tl.store(to + k, -sum_2, mask=k < e)
+        tl.store(to + e, -tl.sum(sum_b2, 0))
 
 
 class _Game(torch.autograd.Function):
@@ -243,81 +217,54 @@ class _Game(torch.autograd.Function):
         key: Tensor,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        layers, samples, heads, n, _ = query.shape
-        sides, masks = [query, key], (query_mask, key_mask)
-        tokens = [side.flatten(1, 3).contiguous() for side in sides]
-        features = [highway.forward(products, side, *weights[:6]) for side in tokens]
-        problems, hidden = samples * heads, features[0].shape[-1]
-        distances, accuracies = (query.new_empty(layers * samples, heads) for _ in range(2))
-        of_features = [torch.empty_like(side) for side in features]
-        of_answers = [side.new_empty(side.shape[:2]) for side in features]
+        query, key, *kept = dense(query, key, *weights)
+        (layers, samples, heads, n, d), m = query.shape, key.shape[3]
+        problems, e, has_own = samples * heads, kept[4].shape[-1], n == m
+        same = shape(query, e, products, tokens=max(n, m)) | {"HAS_OWN": has_own}
+        masked = {"QUERY_MASKED": query_mask is not None, "KEY_MASKED": key_mask is not None}
+        blocks = triton.cdiv(max(n, m), same["ROWS"])
+        programs, size = programs_of(layers, problems * blocks), VECTORS.value * e + NUMBERS
+        features = [side.new_empty(0) for side in (query, key)]
+        if has_own:
+            kind = query.dtype if products == EXACT else torch.float16
+            features = [side.new_empty(*side.shape[:-1], e, dtype=kind) for side in (query, key)]
+        units = query.new_empty(2, layers * problems, blocks if has_own else 0)
+        records = query.new_empty(layers * problems, blocks, size)
+        two = {"maxnreg": 128} if same["PARTS"] == 1 else {}  # that a processor holds two programs
+        tokens = (query, key, *as_bytes(query_mask, key_mask, query), *kept, *features, *units)
         launch(
-            _play, layers * problems, *features, *as_bytes(*masks, query), *dense(*weights[6:]), distances, accuracies,
-            *of_features, *of_answers, heads, problems, n, key.shape[3], hidden, ROUNDING,
-            ROWS=TILE, HIDDEN=max(16, triton.next_power_of_2(hidden)), QUERY_MASKED=query_mask is not None,
-            KEY_MASKED=key_mask is not None, HAS_OWN=n == key.shape[3],
+            _forward, layers * programs, *tokens, records, heads, problems, n, m, d, e, blocks, programs, size, SLOPE,
+            **same, **masked, **two,
         )  # fmt: skip
-        ctx.save_for_backward(*tokens, *of_features, *of_answers, *weights)
-        ctx.products, ctx.shapes = products, [side.shape for side in sides]
+        distances, accuracies = query.new_empty(2, layers * samples, heads)
+        felt = query.new_empty(layers * problems, 3 * e + 5)
+        launch(
+            distance, layers * problems, records, felt, distances, accuracies, n, m, e, blocks, size, ROUNDING,
+            HIDDEN=same["HIDDEN"], BLOCKS=BLOCKS, MASKED=any(masked.values()), HAS_OWN=has_own, num_warps=1,
+        )  # fmt: skip
+        ctx.save_for_backward(*tokens, felt)
+        ctx.settings, ctx.blocks = same | masked, blocks
         ctx.mark_non_differentiable(accuracies)
         return distances, accuracies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, of_features, of_answers = (ctx.saved_tensors[start : start + 2] for start in (0, 2, 4))
-        weights = ctx.saved_tensors[6:]
-        counts = outer[0].contiguous()
-        of_tokens: list[Tensor | None] = [None, None]
-        of_weights: list[Tensor | None] = [None] * 8
-        for side in range(2):
-            if ctx.needs_input_grad[3 + side]:
-                of_tokens[side] = _to_tokens(
-                    ctx.products, tokens[side], of_features[side], counts, ctx.shapes[side], weights
-                )
-        if any(ctx.needs_input_grad[5:]):
-            lengths = [whole[3] for whole in ctx.shapes]
-            of_weights = [*_to_weights(ctx.products, tokens, of_answers, counts, lengths, weights)]
-        return None, None, None, *of_tokens, *of_weights
-
-
-def _to_tokens(
-    products: str, tokens: Tensor, of_features: Tensor, of_problems: Tensor, whole: torch.Size, weights: Any
-) -> Tensor:
-    (layers, count, d), hidden = tokens.shape, of_features.shape[-1]
-    of_tokens = torch.empty_like(tokens)
-    blocks = triton.cdiv(count, highway.TILE)
-    sizes = count, whole[3], d, hidden, blocks, SLOPE
-    launch(
-        _backward_tokens, layers * blocks, tokens, of_features, of_problems, *dense(*weights[:6]), of_tokens, *sizes,
-        **shape(d, hidden, products),
-    )  # fmt: skip
-    return of_tokens.view(whole)
-
-
-def _to_weights(
-    products: str,
-    tokens: Sequence[Tensor],
-    of_answers: Sequence[Tensor],
-    of_problems: Tensor,
-    lengths: Sequence[int],
-    weights: Sequence[Tensor],
-) -> list[Tensor]:
-    """Of queries and keys, added up together."""
-    layers, _, d = tokens[0].shape
-    hidden, size = weights[4].shape[-1], size_of(weights)
-    programs = [min(triton.cdiv(PROGRAMS, layers), triton.cdiv(side.shape[1], SMALL_TILE)) for side in tokens]
-    sums = tokens[0].new_empty(layers, sum(programs), size)
-    for side, count in enumerate(programs):
-        sizes = tokens[side].shape[1], lengths[side], d, hidden, count, side * programs[0], sum(programs), size, SLOPE
+        *tokens, felt = ctx.saved_tensors
+        query, key, weights = tokens[0], tokens[1], tokens[4:12]
+        (layers, samples, heads, n, d), m = query.shape, key.shape[3]
+        problems, e, learns = samples * heads, weights[4].shape[-1], any(ctx.needs_input_grad[5:])
+        blocks = triton.cdiv(n, ctx.settings["ROWS"])
+        places = blocks + triton.cdiv(m, ctx.settings["ROWS"])
+        programs, size = programs_of(layers, problems * places), size_of(weights)
+        of_tokens = [torch.empty_like(side) for side in (query, key)]
+        sums = query.new_empty(layers, programs, size if learns else 0)
         launch(
-            _backward_weights, layers * count, tokens[side], of_answers[side], of_problems, *dense(*weights[:7]), sums,
-            *sizes, **shape(d, hidden, products, rows=SMALL_TILE),
+            _backward, layers * programs, *tokens, felt, *dense(outer[0]), *of_tokens, sums, heads, problems, n, m, d,
+            e, blocks, places, programs, size, SLOPE, **ctx.settings, WEIGHTS=learns,
         )  # fmt: skip
-    return apart(sums.sum(1), weights)
-
-
-ROUNDING = (64 * torch.finfo(torch.float32).eps) ** 2  # of features that are all one
+        of_weights = apart(sums.sum(1), weights) if learns else [None] * 8
+        return None, None, None, *of_tokens, *of_weights
 
 
 def game(

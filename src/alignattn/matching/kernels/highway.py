@@ -2,9 +2,12 @@
 
     t = x W_t + b_t,  g = sigmoid(x W_g + b_g),  h = x + g (relu(t) - x),  features = leaky_relu(h W_1 + b_1)
 
-The backward computes it anew, in one kernel for the tokens and one for the weights. Weights are [layers, in, out]; a
-program serves some tokens of one layer. For the weights a few programs a layer add up what their tokens give, and
-write it once: nothing is added atomically, and results are the same each time.
+The backward computes it anew, for tokens and weights at once. Weights are [layers, in, out]. A few programs a layer
+take its tokens in turn, some rows at a time, so that weights are read once; for the weights' gradient they add up what
+their tokens give, and write it once: nothing is added atomically, and results are the same each time.
+
+Products are of halves (halves.py), each tile of numbers times a power of two of its own: whatever the size of tokens
+or gradients, they are as precise.
 """
 
 from collections.abc import Sequence
@@ -16,11 +19,28 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.matching.kernels.tiles import launch
+from alignattn.matching.kernels import EXACT
+from alignattn.matching.kernels.halves import powers, product, split
+from alignattn.matching.kernels.tiles import has_room, launch
 
-TILE, SMALL_TILE = 64, 32  # the fastest on an H200, of 16 to 128, for tokens and for weights
-PROGRAMS = 256  # that share the weights' gradient
+TILE = 32  # rows; with as many warps registers hold weights, and what weights and tokens feel
+WARPS = 8
+PROGRAMS = 256  # that share the tokens of all layers, and the weights' gradient
 SLOPE = 0.01
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def placed(values, PARTS: tl.constexpr):
+    """A tile of numbers as halves, and what takes them back."""
+    power, unit = powers(tl.max(tl.abs(values)))
+    high, low, _ = split(values * power, PARTS)
+    return high, low, unit
+
+
+@triton.jit
+def _times(high, low, other, other_low, unit, PARTS: tl.constexpr):
+    return product(high, low, other, other_low, tl.zeros([high.shape[0], other.shape[1]], tl.float32), PARTS) * unit
 
 
 @triton.jit
@@ -31,116 +51,94 @@ def _loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def linear(x, weight, bias, layer, d, out, WIDTH: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr):
-    """Of a layer: x W + b."""
-    j = tl.arange(0, OUT)
-    shift = tl.load(bias + layer * out + j, mask=j < out, other=0.0)
-    return tl.dot(x, _loaded(weight, layer, d, out, WIDTH, OUT), input_precision=PRECISION) + shift[None, :]
+def row_of(pointer, row, count, WIDTH: tl.constexpr):
+    """One row of a matrix."""
+    j = tl.arange(0, WIDTH)
+    return tl.load(pointer + row * count + j, mask=j < count, other=0.0)
 
 
 @triton.jit
-def highway(x, w_t, b_t, w_g, b_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """What is transformed, the gate, and what is carried on."""
-    transformed = linear(x, w_t, b_t, layer, d, d, WIDTH, WIDTH, PRECISION)
-    gate = tl.sigmoid(linear(x, w_g, b_g, layer, d, d, WIDTH, WIDTH, PRECISION))
-    return transformed, gate, x + gate * (tl.maximum(transformed, 0.0) - x)
+def weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr):
+    """Of a layer, as halves, and what takes all of them back."""
+    transform, gate = _loaded(w_t, layer, d, d, WIDTH, WIDTH), _loaded(w_g, layer, d, d, WIDTH, WIDTH)
+    first = _loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)
+    most = tl.maximum(tl.max(tl.abs(transform)), tl.max(tl.abs(gate)))
+    power, unit = powers(tl.maximum(most, tl.max(tl.abs(first))))
+    transform, transform_low, _ = split(transform * power, PARTS)
+    gate, gate_low, _ = split(gate * power, PARTS)
+    first, first_low, _ = split(first * power, PARTS)
+    return transform, transform_low, gate, gate_low, first, first_low, unit
 
 
 @triton.jit
-def tokens_of(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def forth(
+    x, w_t, w_t_low, w_g, w_g_low, w_1, w_1_low, unit, b_t, b_g, b_1, layer, d, hidden,
+    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The gate, below zero where the transform is; what it moves; answers; tokens and what is carried, as halves."""
+    x_high, x_low, x_unit = placed(x, PARTS)
+    by = x_unit * unit
+    height = _times(x_high, x_low, w_g, w_g_low, -LOG2E * by, PARTS) - LOG2E * row_of(b_g, layer, d, WIDTH)[None, :]
+    gate = 1.0 / (1.0 + tl.exp2(height))
+    transformed = _times(x_high, x_low, w_t, w_t_low, by, PARTS) + row_of(b_t, layer, d, WIDTH)[None, :]
+    let = gate * (tl.maximum(transformed, 0.0) - x)
+    high, low, carried_unit = placed(x + let, PARTS)
+    answer = _times(high, low, w_1, w_1_low, carried_unit * unit, PARTS) + row_of(b_1, layer, hidden, HIDDEN)[None, :]
+    mark = tl.where(transformed > 0, gate, -gate)
+    if PARTS == 1:
+        mark = mark.to(tl.float16)  # as precise as what it is multiplied with, and registers are few
+    return mark, let * (1.0 - gate), answer, x_high, x_low, x_unit, high, low, carried_unit
+
+
+@triton.jit
+def leaky(answer, values, slope):
+    """Values where the answer is above zero, and less of them elsewhere."""
+    return tl.where(answer > 0, values, slope * values)
+
+
+@triton.jit
+def back(mark, lever, high, low, w_1, w_1_low, PARTS: tl.constexpr):
+    """What is carried on, the gate and the transform feel of answers, which feel these halves; in units of both."""
+    nothing = tl.zeros([high.shape[0], w_1.shape[0]], tl.float32)
+    of_carried = product(high, low, tl.trans(w_1), tl.trans(w_1_low), nothing, PARTS)
+    return of_carried, of_carried * lever, of_carried * tl.maximum(mark.to(tl.float32), 0.0)
+
+
+@triton.jit
+def largest(one, other):
+    """Of two tiles."""
+    return tl.max(tl.maximum(tl.abs(one), tl.abs(other)))
+
+
+@triton.jit
+def to_tokens(of_carried, mark, of_t, of_t_low, of_g, of_g_low, unit, w_t, w_t_low, w_g, w_g_low, PARTS: tl.constexpr):
+    """What tokens feel: past the gate, and of halves through it and the transform."""
+    through = tl.zeros([of_t.shape[0], w_t.shape[0]], tl.float32)
+    through = product(of_t, of_t_low, tl.trans(w_t), tl.trans(w_t_low), through, PARTS)
+    through = product(of_g, of_g_low, tl.trans(w_g), tl.trans(w_g_low), through, PARTS)
+    return of_carried * (1.0 - tl.abs(mark.to(tl.float32))) + through * unit
+
+
+@triton.jit
+def to_weights(high, low, felt, felt_low, unit, PARTS: tl.constexpr):
+    """What a weight feels of a tile: Σ_i input_i felt_i."""
+    return _times(tl.trans(high), tl.trans(low), felt, felt_low, unit, PARTS)
+
+
+@triton.jit
+def read_tokens(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Some rows of a layer."""
-    i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = (layer * count + i[:, None]) * d + e[None, :]
-    return tl.load(pointer + at, mask=(i[:, None] < count) & (e[None, :] < d), other=0.0)
+    i, e = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = (i[:, None] < count - start) & (e[None, :] < d)
+    return tl.load(pointer + (layer * count + start) * d + (i[:, None] * d + e[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
 def store(pointer, values, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Put them there."""
-    i, e = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    at = (layer * count + i[:, None]) * d + e[None, :]
-    tl.store(pointer + at, values, mask=(i[:, None] < count) & (e[None, :] < d))
-
-
-@triton.jit
-def _forward(
-    x, w_t, b_t, w_g, b_g, w_1, b_1, features, count, d, hidden, blocks, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    layer = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * ROWS
-    own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
-    transformed, gate, carried = highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
-    answer = linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
-    store(features, tl.where(answer > 0, answer, slope * answer), layer, start, count, hidden, ROWS, HIDDEN)
-
-
-@triton.jit
-def to_highway(
-    own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope,
-    WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What is felt along the way, by tokens whose features feel what is given."""
-    transformed, gate, carried = highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
-    answer = linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
-    of_answer = tl.where(answer > 0, given, slope * given)
-    of_carried = tl.dot(of_answer, tl.trans(_loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)), input_precision=PRECISION)
-    of_gate = of_carried * (tl.maximum(transformed, 0.0) - own) * gate * (1.0 - gate)
-    of_transformed = tl.where(transformed > 0, of_carried * gate, 0.0)
-    return answer, gate, carried, of_answer, of_carried, of_gate, of_transformed
-
-
-@triton.jit
-def to_tokens(
-    gate, of_carried, of_gate, of_transformed, w_t, w_g, layer, d, WIDTH: tl.constexpr, PRECISION: tl.constexpr
-):
-    """What tokens feel of it."""
-    gradient = of_carried * (1.0 - gate)
-    gradient += tl.dot(of_transformed, tl.trans(_loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
-    gradient += tl.dot(of_gate, tl.trans(_loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
-    return gradient
-
-
-@triton.jit
-def _backward_tokens(
-    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_x, count, d, hidden, blocks, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    layer = (tl.program_id(0) // blocks).to(tl.int64)
-    start = (tl.program_id(0) % blocks) * ROWS
-    own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
-    given = tokens_of(outer, layer, start, count, hidden, ROWS, HIDDEN)
-    answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
-        own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope, WIDTH, HIDDEN, PRECISION
-    )
-    gradient = to_tokens(gate, of_carried, of_gate, of_transformed, w_t, w_g, layer, d, WIDTH, PRECISION)
-    store(of_x, gradient, layer, start, count, d, ROWS, WIDTH)
-
-
-@triton.jit
-def _backward_weights(
-    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, sums, count, d, hidden, programs, size, slope,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    layer = (tl.program_id(0) // programs).to(tl.int64)
-    place = tl.program_id(0).to(tl.int64)
-    sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
-    sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
-    sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    sum_b1 = tl.zeros([HIDDEN], tl.float32)
-    for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
-        own = tokens_of(x, layer, start, count, d, ROWS, WIDTH)
-        given = tokens_of(outer, layer, start, count, hidden, ROWS, HIDDEN)
-        answer, gate, carried, of_answer, of_carried, of_gate, of_transformed = to_highway(
-            own, given, w_t, b_t, w_g, b_g, w_1, b_1, layer, d, hidden, slope, WIDTH, HIDDEN, PRECISION
-        )
-        sum_1 += tl.dot(tl.trans(carried), of_answer, input_precision=PRECISION)
-        sum_t += tl.dot(tl.trans(own), of_transformed, input_precision=PRECISION)
-        sum_g += tl.dot(tl.trans(own), of_gate, input_precision=PRECISION)
-        sum_b1 += tl.sum(of_answer, 0)
-        sum_bt += tl.sum(of_transformed, 0)
-        sum_bg += tl.sum(of_gate, 0)
-    put_sums(sums + place * size, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH, HIDDEN)
+    i, e = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = (i[:, None] < count - start) & (e[None, :] < d)
+    tl.store(pointer + (layer * count + start) * d + (i[:, None] * d + e[None, :]), values, mask=inside)
 
 
 @triton.jit
@@ -157,68 +155,96 @@ def put_sums(to, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH: 
     tl.store(to + d * hidden + k, sum_b1, mask=k < hidden)
 
 
+@triton.jit
+def _forward(
+    x, w_t, b_t, w_g, b_g, w_1, b_1, features, count, d, hidden, programs, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // programs).to(tl.int64)
+    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH, HIDDEN, PARTS)
+    for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
+        own = read_tokens(x, layer, start, count, d, ROWS, WIDTH)
+        _, _, answer, _, _, _, _, _, _ = forth(
+            own, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, layer, d, hidden, WIDTH, HIDDEN, PARTS
+        )
+        store(features, leaky(answer, answer, slope), layer, start, count, hidden, ROWS, HIDDEN)
+
+
+@triton.jit
+def _backward(
+    x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_x, sums, count, d, hidden, programs, size, slope,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    layer = (tl.program_id(0) // programs).to(tl.int64)
+    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH, HIDDEN, PARTS)
+    sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
+    sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
+    sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    sum_b1 = tl.zeros([HIDDEN], tl.float32)
+    for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
+        own = read_tokens(x, layer, start, count, d, ROWS, WIDTH)
+        given = read_tokens(outer, layer, start, count, hidden, ROWS, HIDDEN)
+        mark, lever, answer, high, low, one, carried, carried_low, carried_one = forth(
+            own, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, layer, d, hidden, WIDTH, HIDDEN, PARTS
+        )
+        of_answer = leaky(answer, given, slope)
+        felt, felt_low, felt_one = placed(of_answer, PARTS)
+        of_carried, of_gate, of_transformed = back(mark, lever, felt, felt_low, h, h_low, PARTS)
+        by = felt_one * unit
+        power, of_one = powers(largest(of_transformed, of_gate))
+        of_t, of_t_low, _ = split(of_transformed * power, PARTS)
+        of_g, of_g_low, _ = split(of_gate * power, PARTS)
+        if TOKENS:
+            gradient = to_tokens(
+                of_carried, mark, of_t, of_t_low, of_g, of_g_low, of_one * unit, t, t_low, g, g_low, PARTS
+            )
+            store(of_x, gradient * by, layer, start, count, d, ROWS, WIDTH)
+        if WEIGHTS:
+            sum_1 += to_weights(carried, carried_low, felt, felt_low, carried_one * felt_one, PARTS)
+            sum_t += to_weights(high, low, of_t, of_t_low, one * of_one * by, PARTS)
+            sum_g += to_weights(high, low, of_g, of_g_low, one * of_one * by, PARTS)
+            sum_b1 += tl.sum(of_answer, 0)
+            sum_bt += tl.sum(of_transformed, 0) * by
+            sum_bg += tl.sum(of_gate, 0) * by
+    if WEIGHTS:
+        to = sums + tl.program_id(0).to(tl.int64) * size
+        put_sums(to, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH, HIDDEN)
+
+
 class _Features(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, *weights)
+        tokens, *kept = dense(tokens, *weights)
+        (layers, count, d), hidden = tokens.shape, kept[4].shape[-1]
+        features = tokens.new_empty(layers, count, hidden)
+        same = shape(tokens, hidden, products)
+        programs = programs_of(layers, triton.cdiv(count, same["ROWS"]))
+        launch(_forward, layers * programs, tokens, *kept, features, count, d, hidden, programs, SLOPE, **same)
+        ctx.save_for_backward(tokens, *kept)
         ctx.products = products
-        return forward(products, tokens, *weights)
+        return features
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tokens, *weights = ctx.saved_tensors
-        given = ctx.products, tokens, gradients[0], *weights
-        of_tokens = backward_tokens(*given) if ctx.needs_input_grad[1] else None
-        if not any(ctx.needs_input_grad[2:]):
-            return None, of_tokens, *[None] * 6
-        return None, of_tokens, *backward_weights(*given)
+        (layers, count, d), hidden, size = tokens.shape, weights[4].shape[-1], size_of(weights)
+        felt = {"TOKENS": ctx.needs_input_grad[1], "WEIGHTS": any(ctx.needs_input_grad[2:])}
+        same = shape(tokens, hidden, ctx.products)
+        programs = programs_of(layers, triton.cdiv(count, same["ROWS"]))
+        of_tokens = torch.empty_like(tokens) if felt["TOKENS"] else tokens
+        sums = tokens.new_empty(layers, programs, size) if felt["WEIGHTS"] else tokens
+        sizes = count, d, hidden, programs, size, SLOPE
+        given = (tokens, *dense(*gradients), *weights)
+        launch(_backward, layers * programs, *given, of_tokens, sums, *sizes, **same, **felt)
+        of_weights = apart(sums.sum(1), weights) if felt["WEIGHTS"] else [None] * 6
+        return None, of_tokens if felt["TOKENS"] else None, *of_weights
 
 
-def forward(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:
-    """Features [l, t, hidden] of tokens [l, t, d]; weights and biases of transform, gate and first layer in turn."""
-    layers, count, d = tokens.shape
-    hidden = weights[4].shape[-1]
-    features = tokens.new_empty(layers, count, hidden)
-    blocks = triton.cdiv(count, TILE)
-    sizes = count, d, hidden, blocks, SLOPE
-    launch(
-        _forward, layers * blocks, *dense(tokens, *weights), features, *sizes, **shape(d, hidden, products, stages=3)
-    )
-    return features
-
-
-def backward_tokens(products: str, tokens: Tensor, outer: Tensor, *weights: Tensor) -> Tensor:
-    """What tokens feel of features that feel `outer` [l, t, hidden]."""
-    layers, count, d = tokens.shape
-    hidden = weights[4].shape[-1]
-    of_tokens = tokens.new_empty(tokens.shape)
-    blocks = triton.cdiv(count, TILE)
-    sizes = count, d, hidden, blocks, SLOPE
-    launch(
-        _backward_tokens,
-        layers * blocks,
-        *dense(tokens, outer, *weights),
-        of_tokens,
-        *sizes,
-        **shape(d, hidden, products),
-    )
-    return of_tokens
-
-
-def backward_weights(products: str, tokens: Tensor, outer: Tensor, *weights: Tensor) -> list[Tensor]:
-    """What weights and biases feel, likewise."""
-    layers, count, d = tokens.shape
-    hidden = weights[4].shape[-1]
-    programs = min(triton.cdiv(PROGRAMS, layers), triton.cdiv(count, SMALL_TILE))
-    size = size_of(weights)
-    sums = tokens.new_empty(layers, programs, size)
-    sizes = count, d, hidden, programs, size, SLOPE
-    launch(
-        _backward_weights, layers * programs, *dense(tokens, outer, *weights), sums, *sizes,
-        **shape(d, hidden, products, rows=SMALL_TILE),
-    )  # fmt: skip
-    return apart(sums.sum(1), weights)
+def programs_of(layers: int, tiles: int) -> int:
+    """How many share the tiles of a layer."""
+    return min(-(-PROGRAMS // layers), tiles)
 
 
 def size_of(weights: Sequence[Tensor]) -> int:
@@ -237,10 +263,13 @@ def dense(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def shape(d: int, hidden: int, products: str, *, rows: int = TILE, stages: int = 1) -> dict[str, Any]:
+def shape(like: Tensor, hidden: int, products: str, *, tokens: int = TILE) -> dict[str, Any]:
     """Of tiles, and how products are made."""
-    width, features = (max(16, triton.next_power_of_2(size)) for size in (d, hidden))
-    return {"ROWS": rows, "WIDTH": width, "HIDDEN": features, "PRECISION": products, "num_stages": stages}
+    width, features = (max(16, triton.next_power_of_2(size)) for size in (like.shape[-1], hidden))
+    parts = 3 if products == EXACT else 1
+    most = TILE if parts == 1 or has_room(like.device) else TILE // 2  # as much as smaller devices hold
+    rows = min(most, max(16, triton.next_power_of_2(tokens)))
+    return {"ROWS": rows, "WIDTH": width, "HIDDEN": features, "PARTS": parts, "num_warps": WARPS}
 
 
 def features(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching.kernels.choices import choose, pulls
-from alignattn.matching.kernels.highway import tokens_of
 from alignattn.matching.kernels.placed import GUARD, Placed, parts_of, place, room_for, tokens_there
 from alignattn.matching.kernels.tiles import TILE, launch, width_of
+from alignattn.matching.kernels.trunk import tokens_of
 
 
 @triton.jit

@@ -11,8 +11,9 @@ feel: a few programs a layer write their sums once, one behind the other.
 import triton
 import triton.language as tl
 
-from alignattn.matching.kernels.highway import highway, linear, put_sums, store, to_highway, to_tokens, tokens_of
+from alignattn.matching.kernels.highway import put_sums, store
 from alignattn.matching.kernels.placed import place, tokens_there
+from alignattn.matching.kernels.trunk import highway, linear, to_highway, to_tokens, tokens_of
 
 
 @triton.jit

@@ -245,6 +245,7 @@ class _Game(torch.autograd.Function):
         ctx.save_for_backward(*tokens, felt)
         ctx.settings, ctx.blocks = same | masked, blocks
         ctx.mark_non_differentiable(accuracies)
+        ctx.set_materialize_grads(False)  # no zeros for these
         return distances, accuracies
 
     @staticmethod

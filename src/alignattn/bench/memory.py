@@ -45,13 +45,15 @@ def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0)
 def _let_go(device: torch.device) -> None:
     """Of whatever nobody needs any more: models of a case before would be freed while this one is measured.
 
-    What goes may leave others behind that only then can go.
+    What goes may leave others behind that only then can go. What records of such models worked in is kept by torch
+    until it is told otherwise, or records again, and would be taken for less than nothing then.
     """
     before = None
     while device.type == "cuda" and before != torch.cuda.memory_allocated(device):
         before = torch.cuda.memory_allocated(device)
         gc.collect()
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
     gc.collect()
 
 

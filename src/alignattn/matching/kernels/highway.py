@@ -44,7 +44,8 @@ def _times(high, low, other, other_low, unit, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The matrix of a layer."""
     i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (i[:, None] < rows) & (j[None, :] < columns)
     return tl.load(pointer + layer * rows * columns + i[:, None] * columns + j[None, :], mask=inside, other=0.0)
@@ -60,8 +61,8 @@ def row_of(pointer, row, count, WIDTH: tl.constexpr):
 @triton.jit
 def weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr):
     """Of a layer, as halves, and what takes all of them back."""
-    transform, gate = _loaded(w_t, layer, d, d, WIDTH, WIDTH), _loaded(w_g, layer, d, d, WIDTH, WIDTH)
-    first = _loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)
+    transform, gate = loaded(w_t, layer, d, d, WIDTH, WIDTH), loaded(w_g, layer, d, d, WIDTH, WIDTH)
+    first = loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)
     most = tl.maximum(tl.max(tl.abs(transform)), tl.max(tl.abs(gate)))
     power, unit = powers(tl.maximum(most, tl.max(tl.abs(first))))
     transform, transform_low, _ = split(transform * power, PARTS)

@@ -6,12 +6,7 @@ Halves of weights and tokens, which highway.py keeps, would not fit the register
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _loaded(pointer, layer, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    i, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    inside = (i[:, None] < rows) & (j[None, :] < columns)
-    return tl.load(pointer + layer * rows * columns + i[:, None] * columns + j[None, :], mask=inside, other=0.0)
+from alignattn.matching.kernels.highway import loaded
 
 
 @triton.jit
@@ -19,7 +14,7 @@ def linear(x, weight, bias, layer, d, out, WIDTH: tl.constexpr, OUT: tl.constexp
     """Of a layer: x W + b."""
     j = tl.arange(0, OUT)
     shift = tl.load(bias + layer * out + j, mask=j < out, other=0.0)
-    return tl.dot(x, _loaded(weight, layer, d, out, WIDTH, OUT), input_precision=PRECISION) + shift[None, :]
+    return tl.dot(x, loaded(weight, layer, d, out, WIDTH, OUT), input_precision=PRECISION) + shift[None, :]
 
 
 @triton.jit
@@ -47,7 +42,7 @@ def to_highway(
     transformed, gate, carried = highway(own, w_t, b_t, w_g, b_g, layer, d, WIDTH, PRECISION)
     answer = linear(carried, w_1, b_1, layer, d, hidden, WIDTH, HIDDEN, PRECISION)
     of_answer = tl.where(answer > 0, given, slope * given)
-    of_carried = tl.dot(of_answer, tl.trans(_loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)), input_precision=PRECISION)
+    of_carried = tl.dot(of_answer, tl.trans(loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)), input_precision=PRECISION)
     of_gate = of_carried * (tl.maximum(transformed, 0.0) - own) * gate * (1.0 - gate)
     of_transformed = tl.where(transformed > 0, of_carried * gate, 0.0)
     return answer, gate, carried, of_answer, of_carried, of_gate, of_transformed
@@ -59,6 +54,6 @@ def to_tokens(
 ):
     """What tokens feel of it."""
     gradient = of_carried * (1.0 - gate)
-    gradient += tl.dot(of_transformed, tl.trans(_loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
-    gradient += tl.dot(of_gate, tl.trans(_loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    gradient += tl.dot(of_transformed, tl.trans(loaded(w_t, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
+    gradient += tl.dot(of_gate, tl.trans(loaded(w_g, layer, d, d, WIDTH, WIDTH)), input_precision=PRECISION)
     return gradient

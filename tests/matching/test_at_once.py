@@ -178,3 +178,46 @@ def test_written_over_what_was_matched_gradients_are_the_same_and_zero_where_the
     assert found.query is query and found.key is key
     torch.testing.assert_close(query, expected)
     assert (key[:, 1] == 0).all() and (key[:, 0] == 1).all()
+
+
+@pytest.mark.parametrize("method", ["gan", "ct"])
+@pytest.mark.parametrize("names", [["b", "c"], ["d"], ["c", "a"], ["b", "b"]])
+@pytest.mark.parametrize("size", [HEAD, SAMPLES * HEADS * HEAD, 2**30])
+def test_a_piece_is_given_the_networks_of_its_layers_and_no_others(method, names, size, monkeypatch):
+    """Rows of a bank that lie side by side; where they do not, or come twice, all of it."""
+    monkeypatch.setitem(at_once.PIECE, "cpu", size)
+    matcher = METHODS[method][0](resolve(method, None, "stable", {}).matcher).double()
+    matcher.ensure(["a", "b", "c", "d"], WIDTH, torch.device("cpu"))
+    matcher.double()
+    query, key, query_mask, key_mask, outer = (t[: len(names)] for t in problems())
+    leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]
+    losses = matcher(*leaves, query_mask, key_mask, names)
+    expected = torch.autograd.grad(losses, [*leaves, *matcher.parameters()], outer.to(losses))
+    seen, own = [], matcher.network
+
+    def network(name, *given):
+        seen.extend(len(parameter) for parameter in own(name, *given)[0].parameters())
+        return own(name, *given)
+
+    monkeypatch.setattr(matcher, "network", network)
+    found = at_once.differentiate(matcher, query, key, query_mask, key_mask, names, outer)
+    alone = size < 2**30 or names in (["b", "c"], ["d"])
+    assert max(seen) == ((1 if size < 2**30 else len(names)) if alone else 4)
+    for told, truth in zip((found.losses, found.query, found.key, *found.networks), (losses, *expected), strict=True):
+        torch.testing.assert_close(told, truth.detach(), rtol=1e-9, atol=1e-12)
+    others = [row for row, name in enumerate("abcd") if name not in names]
+    assert not any(told[others].any() for told in found.networks) and found.networks[0].any()
+
+
+def test_a_class_that_does_something_else_is_given_all_networks():
+    kind = METHODS["gan"][0]
+
+    class Own(kind):
+        def losses(self, *given):
+            return super().losses(*given)
+
+    for matcher, rows in ((kind, ("banks.0.", slice(1, 2))), (Own, None)):
+        own = matcher(resolve("gan", None, "stable", {}).matcher)
+        own.ensure(["a", "b"], WIDTH, torch.device("cpu"))
+        assert own.rows_of(["b"], WIDTH) == rows
+        assert own.rows_of(["nobody"], WIDTH) is None

@@ -14,6 +14,17 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the models are tiny, and threads of several workers only wait for each other
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each worker begins with a share of all tests, in their order: what takes minutes stands first in a share."""
+    long = [item for item in items if item.nodeid.split("::")[-1].startswith("test_in_the_interpreter")]
+    chosen = set(long)
+    others = [item for item in items if item not in chosen]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    for number, item in enumerate(long):
+        others.insert(number % workers * len(others) // workers, item)
+    items[:] = others
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

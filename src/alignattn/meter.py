@@ -37,7 +37,7 @@ class Figures:
 
 
 def with_whole(table: Tensor, counted: int | None) -> Tensor:
-    """What `Figures` makes."""
+    """What `Figures` makes; by itself for compiled code, which older torch cannot make a dataclass in."""
     weight, parts = table[:, :1], table[:, 1:]
     whole = parts.mean(1, keepdim=True) if counted is None else parts.sum(1, keepdim=True) * counted
     return torch.cat([weight * whole, table], 1)

@@ -295,11 +295,9 @@ def _joined(values: list[Tensor]) -> Tensor:
 
 
 def _of_all(parts: list[list[Tensor | None]]) -> Sequence[Tensor | None]:
-    """The sum over all parts of each gradient; of those that are there, and alike, at once."""
-    (first, *others), known = parts, [[one for one in part if one is not None] for part in parts]
-    if not others or not known[0]:
-        return first if not others else [functools.reduce(added, some) for some in zip(*parts, strict=True)]
-    if any(len(some) < len(part) for some, part in zip(known, parts, strict=True)):
+    """The sum over all parts of each gradient; at once, where none is missing."""
+    known = [[one for one in part if one is not None] for part in parts]
+    if len(parts) == 1 or not known[0] or any(len(some) < len(parts[0]) for some in known):
         return [functools.reduce(added, some) for some in zip(*parts, strict=True)]
     return functools.reduce(lambda one, other: list(torch._foreach_add(one, other)), known)
 

@@ -28,7 +28,7 @@ def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0)
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before + _idle_in_records(device) - idle
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         call()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
@@ -65,7 +65,7 @@ def _idle_in_records(device: torch.device) -> int:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """The profiler tells standard error that it begins and ends, each time and below Python."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

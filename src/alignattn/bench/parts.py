@@ -3,6 +3,8 @@
 PARTS = {
     "work": "What a step has to do",
     "step": "Whole training steps",
+    "device": "What the device does in a step",
+    "python": "Whole training steps of next to no tokens: Python's part",
     "length": "Each loss and its backward, by length",
     "layers": "Whole training steps, by layers",
     "sinkhorn": "Sinkhorn, at equal marginal error",
@@ -10,4 +12,5 @@ PARTS = {
     "inference": "Evaluation, attached",
 }
 
-LONG_PARTS = ("layers", "subsets")  # left out if it is to be quick
+LONG_PARTS = ("device", "python", "layers", "subsets")  # left out if it is to be quick
+ACCELERATED = ("device", "python")  # and on a CPU, which does both by itself

@@ -21,13 +21,20 @@ CALLS = balance.EVERY  # timed at once: alignment looks at its health in one of 
 
 
 def whole_steps(
-    shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int, compiled: bool = False
+    shape: Shape,
+    methods: Sequence[str],
+    device: torch.device,
+    *,
+    rounds: int,
+    compiled: bool = False,
+    naive: bool = True,
+    part: str = "step",
 ) -> list[Row]:
     """Forward, backward and optimizer, alignment included; memory beyond weights and the optimizer's state."""
-    candidates = _candidates(shape, methods, device, naive=not compiled, compiled=compiled)
+    candidates = _candidates(shape, methods, device, naive=naive and not compiled, compiled=compiled)
     case = f"{shape}{', compiled' if compiled else ''}"
     plain = [name for name in candidates if name == "soft" or name.endswith("straightforward")]
-    return measured("step", case, candidates, device, rounds=rounds, calls=CALLS, plain=plain)
+    return measured(part, case, candidates, device, rounds=rounds, calls=CALLS, plain=plain)
 
 
 def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> Iterator[list[Row]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -58,7 +59,7 @@ def profiled(call: Callable[[], object], times: int, device: torch.device) -> Pr
         for _ in range(times):
             call()
         torch.cuda.synchronize(device)
-    ran = [event for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    ran = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
     kernels: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for event in ran:
         time, count = kernels[_short(event.name)]

@@ -113,13 +113,19 @@ def _timed(row: dict[str, Any], bars: dict[str, float]) -> list[str]:
     ratio = timing["ratio"]
     met = "" if bar is None else f"{bar:g} " + ("met" if ratio <= bar else "missed")
     return [
-        f"{ratio:.2f}",
+        f"{ratio:.2f}{_interval(timing)}",
         *([met] if bars else []),
         f"{1e3 * timing['median']:.2f}",
         f"{1e3 * timing['low']:.2f} to {1e3 * timing['high']:.2f}",
         "" if row["memory"] is None else f"{row['memory'] / 2**20:.1f}",
         "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}",
     ]
+
+
+def _interval(timing: dict[str, Any]) -> str:
+    """Of the ratio, where there is one to be in doubt about; older files tell none."""
+    low, high = timing.get("ratio_low"), timing.get("ratio_high")
+    return "" if low is None or low == high else f" ({low:.2f} to {high:.2f})"
 
 
 def _number(value: Any) -> str:

@@ -75,18 +75,36 @@ class Delivery:
 
     def to(self, target: Tensor, gradient: Tensor | Slice, factor: Weight) -> None:
         """`target` is to get `factor` times the gradient. Factors that are one object are multiplied with once."""
-        whole, at, ours, lent, record = (
-            gradient if isinstance(gradient, Slice) else (gradient, None, False, False, None)
-        )
+        if isinstance(gradient, Slice):
+            self._to_parts([(target, gradient.at)], gradient, factor)
+        else:
+            number = self._number_of(gradient, factor, None)
+            self._spared.add(number)
+            self._targets.append(target)
+            self._places.append((number, None))
+
+    def to_layers(self, records: Sequence[QueryKey], gradients: Slice, factor: Weight) -> None:
+        """The queries, and then the keys, of all these are to get their parts of what was computed together."""
+        tokens = [record.query for record in records] + [record.key for record in records]
+        self._to_parts([(side, at) for at, side in enumerate(tokens) if side.requires_grad], gradients, factor)
+
+    def _to_parts(self, targets: Sequence[tuple[Tensor, int]], of: Slice, factor: Weight) -> None:
+        number = self._number_of(of.whole, factor, of.record)
+        may_keep = of.lent and self._alone
+        if number not in self._spared and (not of.ours or may_keep):
+            self._spared.add(number)
+        for target, at in targets:
+            if of.lent and number not in self._spared and not _is_consumed(target):
+                self._spared.add(number)
+            self._targets.append(target)
+            self._places.append((number, at))
+
+    def _number_of(self, whole: Tensor, factor: Weight, record: InPlace | None) -> int:
         known = self._wholes.get(id(whole))
         if known is None:
             known = self._wholes[id(whole)] = (len(self._wholes), whole, factor, record)
-        number, _, kept, _ = known
-        assert kept is factor
-        if number not in self._spared and not (ours and (not lent or (not self._alone and _is_consumed(target)))):
-            self._spared.add(number)
-        self._targets.append(target)
-        self._places.append((number, at))
+        assert known[2] is factor
+        return known[0]
 
     def to_tokens(
         self,
@@ -237,23 +255,31 @@ def _is_consumed(target: Tensor) -> bool:
     """Whether no parameter can get the gradient itself, nor anybody who is known to have asked for it."""
     if target.grad_fn is None or target.retains_grad or target._backward_hooks:
         return False
-    nodes = [target.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        name = node.name()
+    return _makes_anew(target.grad_fn)
+
+
+def _makes_anew(node: Any) -> bool:
+    """Whether this node hands on none of the gradient it gets, nor any behind it that gets the same."""
+    while True:
+        name = type(node).__name__  # of autograd's own nodes it is that of the node; to ask them for it takes longer
         if name in PASSED_ON:
-            nodes += [following for following, _ in node.next_functions if following is not None]
+            following = [one for one, _ in node.next_functions if one is not None]
+            if len(following) != 1:
+                return all(map(_makes_anew, following))
+            node = following[0]
         elif name == "AddmmBackward0":  # to what is added it goes as it is, if that is as large
             bias, number = node.next_functions[0]
-            if bias is not None and not _is_smaller(bias, number):
-                nodes.append(bias)
-        elif name not in CONSUMED:
-            return False
-    return True
+            if bias is None or _is_smaller(bias, number):
+                return True
+            node = bias
+        else:
+            return name in CONSUMED
 
 
 def _is_smaller(node: Any, number: int) -> bool:
     """Than a product of matrices: then its gradient is a sum."""
+    if type(node).__name__ == "AccumulateGrad":
+        return bool(node.variable.ndim < 2)
     known = getattr(node, "_input_metadata", None)  # not in older torch
     return known is not None and len(known[number].shape) < 2
 

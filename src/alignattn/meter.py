@@ -71,7 +71,7 @@ class Meter:
         Nobody may write over the values. `of` makes figures of them, if they are none yet.
         """
         waiting = self._waiting.setdefault((names, of), [])
-        waiting.append([value.detach() if isinstance(value, Tensor) else value for value in values])
+        waiting.append([v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in values])
         if len(waiting) >= MOST:
             self._catch_up()
 

@@ -72,12 +72,17 @@ class _Together:
     ours: bool = True  # gradients lie in memory that was made for them
     in_place: InPlace | None = None  # what multiplies those of both
 
+    def together(self) -> Slice:
+        """The gradients of all queries, and then of all keys."""
+        assert self.of_both is not None
+        return Slice(self.of_both, 0, self.ours, self.lease is not None, self.in_place)
+
     def slices(self, at: int) -> tuple[Slice | None, Slice | None]:
         """The gradients of one record's queries and keys."""
+        if self.of_both is not None:
+            all_of_them = self.together()
+            return all_of_them._replace(at=at), all_of_them._replace(at=len(self.of_both) // 2 + at)
         lent = self.lease is not None
-        if (both := self.of_both) is not None:
-            other = len(both) // 2 + at
-            return Slice(both, at, self.ours, lent, self.in_place), Slice(both, other, self.ours, lent, self.in_place)
         of_query, of_key = (None if w is None else Slice(w, at, self.ours, lent) for w in (self.of_query, self.of_key))
         return of_query, of_key
 
@@ -144,17 +149,7 @@ class Objective:
         for number, places in enumerate(parts):
             one = early.pop(number, None) or self._matched(number, self._stack(places, rows, shares), watchers, scale)
             found.append(one)
-            for at, place in enumerate(places):
-                own = one.slices(at) if acts else (None, None)
-                if leaves[place] is not records[place]:
-                    own = through_unpacking(leaves[place], rows[place], own)
-                handed.to_tokens(
-                    records[place], *own, weight, scale=scale, factor=factor, generator=self.config.generator,
-                    balance=balance,
-                )  # fmt: skip
-                if not records[place].kept:
-                    for record in {id(r): r for r in (records[place], leaves[place], rows[place])}.values():
-                        record.let_go()
+            self._hand(handed, one, places, (records, leaves, rows), weight, scale, factor, balance)
         told = [(places, one.finite) for places, one in zip(parts, found, strict=True) if one.finite is not None]
         if told:
             names = [rows[place].name for places, _ in told for place in places]
@@ -172,6 +167,36 @@ class Objective:
         order = [place for places in parts for place in places]
         alone = dict(zip(order, _without_shares(values, [shares[place] for place in order]), strict=True))
         return handed.term(weight, values), parts_of(rows, [alone[place] for place in range(len(rows))])
+
+    def _hand(
+        self,
+        handed: Delivery,
+        one: _Together,
+        places: list[int],
+        forms: tuple[list[QueryKey], list[QueryKey], list[QueryKey]],
+        weight: Weight,
+        scale: float,
+        factor: Weight,
+        balance: Balance | None,
+    ) -> None:
+        """The calls at these places are to get their gradients: as recorded, apart from their graph, and unpacked."""
+        records, leaves, rows = forms
+        some = [records[place] for place in places]
+        as_ever = leaves is records and balance is None and self.config.generator == "model"
+        if as_ever and one.of_both is not None and all(record.kept for record in some):
+            handed.to_layers(some, one.together(), factor)  # nothing is to be done for each by itself
+            return
+        for at, place in enumerate(places):
+            own = one.slices(at)
+            if leaves[place] is not records[place]:
+                own = through_unpacking(leaves[place], rows[place], own)
+            handed.to_tokens(
+                records[place], *own, weight, scale=scale, factor=factor, generator=self.config.generator,
+                balance=balance,
+            )  # fmt: skip
+            if not records[place].kept:
+                for record in {id(r): r for r in (records[place], leaves[place], rows[place])}.values():
+                    record.let_go()
 
     def forget_replays(self) -> None:
         """Give back what they hold in memory."""

@@ -1,5 +1,7 @@
 """Times are told from a clock that the test turns itself."""
 
+import gc
+
 import pytest
 import torch
 
@@ -74,6 +76,29 @@ def test_a_machine_that_slows_down_within_a_round_does_not_show(now):
     third, _ = taking(now, [2.0] * 2 + [20.0])
     told = clock.side_by_side({"first": first, "second": second, "third": third}, CPU, rounds=1, warmup=1)
     assert (told["second"].ratio, told["third"].ratio) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks"),
+    # Of binomial tables: with six values the chance that all are on one side is 1/64 a side; of twenty fewer than six
+    # are below with a chance of 0.0207, fewer than seven with 0.0577.
+    [(1, (1, 1)), (5, (1, 5)), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (20, (6, 15))],
+)
+def test_the_interval_of_a_median_is_told_by_ranks(count, ranks):
+    values = [float((7 * i) % count + 1) if count % 7 else float(i + 1) for i in range(count)]
+    assert sorted(values) == [float(i + 1) for i in range(count)]
+    assert clock.interval(values) == ranks
+
+
+def test_what_was_there_before_is_not_looked_through_while_timed(now):
+    seen = []
+
+    def call():
+        seen.append(gc.get_freeze_count())
+        now[0] += 1.0
+
+    clock.side_by_side({"one": call}, CPU, rounds=2, warmup=1)
+    assert min(seen[2:]) > 1000 and gc.get_freeze_count() == 0
 
 
 def test_peak_memory_is_what_lives_at_once(capfd):

@@ -3,6 +3,7 @@
 PARTS = {
     "work": "What a step has to do",
     "step": "Whole training steps",
+    "straightforward": "Whole training steps, as one would first write them",
     "device": "What the device does in a step",
     "python": "Whole training steps of next to no tokens: Python's part",
     "length": "Each loss and its backward, by length",

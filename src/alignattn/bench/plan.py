@@ -65,8 +65,9 @@ def _part(part: str, plan: Plan, *, cuda: bool) -> Iterator[list[Row]]:
     measured: dict[str, Callable[[], Iterable[list[Row]]]] = {
         "work": lambda: (work(shape, *to) for shape in shapes),
         "step": lambda: (steps.whole_steps(shape, *to, rounds=rounds, compiled=plan.compiled) for shape in shapes),
+        "straightforward": lambda: (steps.as_first_written(shape, *to, rounds=max(3, rounds // 4)) for shape in shapes),
         "device": lambda: (by_kernels(shape, *to) for shape in shapes),
-        "python": lambda: [steps.whole_steps(few, *to, rounds=rounds, naive=False, part="python")],
+        "python": lambda: [steps.whole_steps(few, *to, rounds=rounds, part="python")],
         "length": lambda: losses.alone(lengths, *to, heads=heads, width=64, rounds=rounds),
         "layers": lambda: steps.by_layers(first, *to, rounds=rounds),
         "sinkhorn": lambda: peers.sinkhorn(plan.device, quick=plan.quick, rounds=max(3, rounds // 4)),

@@ -27,21 +27,29 @@ def whole_steps(
     *,
     rounds: int,
     compiled: bool = False,
-    naive: bool = True,
     part: str = "step",
 ) -> list[Row]:
     """Forward, backward and optimizer, alignment included; memory beyond weights and the optimizer's state."""
-    candidates = _candidates(shape, methods, device, naive=naive and not compiled, compiled=compiled)
+    candidates = _candidates(shape, methods, device, compiled=compiled)
     case = f"{shape}{', compiled' if compiled else ''}"
-    plain = [name for name in candidates if name == "soft" or name.endswith("straightforward")]
-    return measured(part, case, candidates, device, rounds=rounds, calls=CALLS, plain=plain)
+    return measured(part, case, candidates, device, rounds=rounds, calls=CALLS, plain=["soft"])
+
+
+def as_first_written(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> list[Row]:
+    """The same, each method as one would write it who has read the paper and nothing else."""
+    candidates, batch = _candidates(shape, (), device, compiled=False), make_batch(shape, device)
+    for name in methods:
+        model = make_model(shape, device)
+        term = straightforward.attach(model, name, weight=0.1, mask=batch["attention_mask"])
+        candidates[name] = training_step(model, batch, shape.precision, term)
+    return measured("straightforward", str(shape), candidates, device, rounds=rounds, calls=CALLS, plain=candidates)
 
 
 def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
     """The same, in models of more and more layers."""
     for layers in LAYERS:
         deeper = replace(shape, layers=layers)
-        candidates = _candidates(deeper, methods, device, naive=False, compiled=False)
+        candidates = _candidates(deeper, methods, device, compiled=False)
         yield measured("layers", f"{deeper}, {layers} layers", candidates, device, rounds=rounds, calls=CALLS)
 
 
@@ -63,7 +71,7 @@ def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rou
 
 
 def _candidates(
-    shape: Shape, methods: Sequence[str], device: torch.device, *, naive: bool, compiled: bool
+    shape: Shape, methods: Sequence[str], device: torch.device, *, compiled: bool
 ) -> dict[str, Callable[[], object]]:
     batch = make_batch(shape, device)
     found: dict[str, Callable[[], object]] = {}
@@ -73,10 +81,6 @@ def _candidates(
             align(model, name)
         called = _compiled(model) if compiled else model
         found[name] = training_step(model, batch, shape.precision, called=called)
-    for name in methods if naive else ():
-        model = make_model(shape, device)
-        term = straightforward.attach(model, name, weight=0.1, mask=batch["attention_mask"])
-        found[f"{name}, straightforward"] = training_step(model, batch, shape.precision, term)
     return found
 
 

@@ -193,19 +193,20 @@ def _watched(function: Callable[..., Any], implementation: str | None) -> Callab
         **kwargs: Any,
     ) -> Any:
         sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None and socket.cares(module)]
-        if not sockets:  # as in evaluation, which is to cost nothing
-            return function(module, query, key, value, attention_mask, *args, **kwargs)
         for socket in sockets:
-            if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+            if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
                 socket.tap.forget_outputs(module)  # a cap on logits, or a sink beside them, feels a shift of the keys
             socket.see(module, query, key, attention_mask, implementation, kwargs)
+        attend = None
+        for socket in sockets:
+            if socket.stands_in_for(module):
+                attend = socket.tap.attend
+        if attend is None:
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
 
         def original() -> Any:
             return function(module, query, key, value, attention_mask, *args, **kwargs)
 
-        attend = next((s.tap.attend for s in reversed(sockets) if s.stands_in_for(module)), None)
-        if attend is None:
-            return original()
         call = _call(module, query, key, value, attention_mask, kwargs, implementation, original)
         return attend(call).transpose(1, 2).contiguous(), None
 

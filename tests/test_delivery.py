@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import alignattn
+from alignattn.capture import QueryKey
 from alignattn.delivery import Delivery, Slice
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.replay import Lease
@@ -87,6 +88,32 @@ def test_what_is_lent_is_left_alone_where_somebody_may_keep_it():
     torch.testing.assert_close(asked_for.grad, torch.full((2, 6), 0.5))
     own = delivered(weight.view(3, 4), lent=False)  # nobody else's: they may have it
     assert torch.equal(own[1], torch.full_like(own[1], 0.5))
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_layers_get_their_parts_as_if_each_had_been_told_of(lent):
+    """The queries of three calls and then their keys, of which one wants no gradient, and one is somebody's own."""
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(4, 4)
+    records = []
+    for _ in range(3):
+        sides = [linear(torch.randn(2, 5, 4, generator=generator)).view(2, 5, 2, 2).transpose(1, 2) for _ in range(2)]
+        records.append(QueryKey(*sides))
+    own = torch.nn.Parameter(torch.randn(2, 2, 5, 2, generator=generator))
+    records[1] = QueryKey(records[1].query.detach(), records[1].key)
+    records[2] = QueryKey(own, records[2].key)
+    whole = torch.randn(6, 2, 2, 5, 2, generator=generator)
+    before = whole.clone()
+    handed = Delivery(alone=False)
+    handed.leases.append(Lease())
+    handed.to_layers(records, Slice(whole, 0, ours=True, lent=lent), 0.5)
+    sides = [record.query for record in records] + [record.key for record in records]
+    wanted = [at for at, side in enumerate(sides) if side.requires_grad]
+    assert wanted == [0, 2, 3, 4, 5]
+    found = torch.autograd.grad(handed.term(1.0, torch.ones(1)), [sides[at] for at in wanted])
+    for at, gradient in zip(wanted, found, strict=True):
+        torch.testing.assert_close(gradient, 0.5 * before[at])
+    assert torch.equal(whole, before) == lent  # a parameter may keep it: then a lent one is left as it is
 
 
 class OfSums(Matcher):

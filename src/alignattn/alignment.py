@@ -350,6 +350,8 @@ class Alignment:
         if recentring is not None and surely:
             if self._strength.is_time_to_look():
                 recentring.close(first=self._strength.closed == 0)
+                if self._tap is not None and recentring.is_sure and not self._terms.compiled:
+                    self._tap.leave_projections()
             else:
                 recentring.forget()
         device = next((part.device for part in self.parts.values()), None)

@@ -51,6 +51,11 @@ class Recentring:
         # A model may have been moved since.
         self._sums[tuple(names)] = sums if before is None else before.to(sums.device) + sums
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is known of every module if it is blind: then nothing is asked of projections any more."""
+        return all(name in self.blind for name in self.biases)
+
     def forget(self) -> None:
         """What was gathered is not needed."""
         self._sums, self._same = {}, {}

@@ -43,6 +43,7 @@ class Terms:
         self.recentring: Recentring | None = None  # of the model that is attached
         self._name = known_as(self)  # to compiled code
         self.failed: Callable[[], None] | None = None  # called where a matching raised, in compiled code
+        self.compiled = False  # code that calls the matching has been: it goes by the hooks that it was compiled with
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is another, to compiled code too."""
@@ -120,6 +121,7 @@ class Terms:
 
     def run(self, forwards: list[list[QueryKey]]) -> tuple[Tensor, Parts, float]:
         """The operator runs: compiled code cannot read the clock, being compiled for one number of it; this can."""
+        self.compiled = True
         records = [record for some in forwards for record in some]
         for record in records:  # what tracing noted about them is not written down yet
             self._ensure_networks([record.name], record.query.shape[-1], record.query.device, among=forwards)

@@ -69,6 +69,7 @@ class Tap:
         self.sites = choose(find_sites(model), layers, model)
         self._sockets: list[Socket] = []
         self._handles: list[Any] = []
+        self._at_projections: list[Any] = []  # hooks that keep what they put out
         self._compiled = CompiledHooks()
         self.key_biases: dict[str, KeyBias] = {}
         self.bases: dict[str, Basis] = {}
@@ -159,7 +160,8 @@ class Tap:
                 if bias.projection is not None:
                     watched["key"] = bias.projection
             for side, projection in watched.items():
-                self._handles.append(projection.register_forward_hook(Hook(self._keep_output(site.module, side))))
+                hook = Hook(self._keep_output(site.module, side))
+                self._at_projections.append(projection.register_forward_hook(hook))
 
     def _keep_output(self, attention: nn.Module, side: str) -> Callable[..., None]:
         def keep(_: nn.Module, __: Any, output: Any) -> None:
@@ -177,9 +179,16 @@ class Tap:
         for side in ("query", "key"):
             self._outputs.pop((attention, side), None)
 
+    def leave_projections(self) -> None:
+        """Nobody asks for `output` any more: without hooks modules are called in half the time."""
+        for handle in self._at_projections:
+            handle.remove()
+        self._at_projections = []
+
     def remove(self) -> None:
         """The model as it was before."""
         self._close()
+        self.leave_projections()
         for handle in self._handles:
             handle.remove()
         for socket in reversed(self._sockets):

@@ -350,14 +350,20 @@ class Alignment:
         if recentring is not None and surely:
             if self._strength.is_time_to_look():
                 recentring.close(first=self._strength.closed == 0)
-                if self._tap is not None and recentring.is_sure and not self._terms.compiled:
-                    self._tap.leave_projections()
             else:
                 recentring.forget()
+        if surely and self._strength.is_time_to_look():
+            self._settle()
         device = next((part.device for part in self.parts.values()), None)
         figures = self._strength.advance(self.matcher.figures(), device)
         if figures:
             self.meter.add(tuple(figures), torch.stack([value.to(device).float() for value in figures.values()]))
+
+    def _settle(self) -> None:
+        """Hooks that were there to find something out go when it is known, but for code that was compiled with them."""
+        recentring = self._terms.recentring
+        if self._tap is not None and not self._terms.compiled and (recentring is None or recentring.is_sure):
+            self._tap.settle()
 
     def _measure(self, weight: Weight) -> None:
         """For the logs: the weighted loss of this batch, the weight, and each layer's part, unweighted."""

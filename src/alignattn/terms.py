@@ -108,6 +108,7 @@ class Terms:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _uncompiled(self, forwards: list[list[QueryKey]], weight: Weight) -> tuple[Tensor, Parts]:
+        self.compiled = True
         self.strength.looks = self.strength.is_time_to_look()
         return self._together(forwards, weight)
 

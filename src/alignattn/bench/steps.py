@@ -54,7 +54,7 @@ def by_layers(shape: Shape, methods: Sequence[str], device: torch.device, *, rou
 
 
 def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rounds: int) -> list[Row]:
-    """A model in evaluation mode, plain and attached."""
+    """A model that has been trained for a step and is evaluated now, plain and attached."""
     batch = make_batch(shape, device)
     calls: dict[str, Callable[[], object]] = {}
 
@@ -66,6 +66,7 @@ def inference(shape: Shape, methods: Sequence[str], device: torch.device, *, rou
         model = make_model(shape, device)
         if name != "soft":
             align(model, name)
+        training_step(model, batch, shape.precision)()
         calls[name] = partial(evaluated, model.eval())
     return measured("inference", str(shape), calls, device, rounds=rounds)
 

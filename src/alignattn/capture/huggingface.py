@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture.attending import Attending
 from alignattn.capture.hook import Hook
 from alignattn.capture.querykey import AttentionCall, as_bias, causal_bias
-from alignattn.capture.site import HEADS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
+from alignattn.capture.site import HEADS, OTHER_TOKENS, WIDTH, ProjectedSocket, Site, attends_elsewhere, first_integer
 from alignattn.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -71,10 +72,35 @@ class HuggingFaceSocket(ProjectedSocket):
             _watch(file)
         # A model may be dropped without detach(); the files outlive it.
         self.release = weakref.finalize(tap.model, _unwatch_all, list(self.files.values()))
+        self._seen: set[nn.Module] = set()
+        self._asked: dict[nn.Module, RemovableHandle] = {}  # hooks that tell that a module runs, and on which tokens
+        self._known: dict[nn.Module, str | None] = {}  # modules without: their implementation when that was known
         for module in self.sites:
             module.__dict__[SOCKETS] = (*module.__dict__.get(SOCKETS, ()), self)
-            names = list(inspect.signature(module.forward).parameters)
-            self.handles.append(module.register_forward_pre_hook(Hook(self._note_cross(names)), with_kwargs=True))
+            self._ask(module)
+
+    def _ask(self, module: nn.Module) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        hook = Hook(self._note_cross(names))
+        self._asked[module] = module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def settle(self) -> None:
+        """No hook on modules that have been seen, and that take no other tokens than their own: nothing is left to ask.
+
+        What a module does it does by its implementation: one that gets another is asked again.
+        """
+        for module in self._seen & self._asked.keys():
+            if OTHER_TOKENS.isdisjoint(inspect.signature(module.forward).parameters) and not self.cross[module]:
+                self._asked.pop(module).remove()
+                self._known[module] = _implementation(module)
+
+    def open(self) -> None:
+        super().open()
+        for module, implementation in list(self._known.items()):
+            if _implementation(module) != implementation:
+                del self._known[module]
+                self._seen.discard(module)
+                self._ask(module)
 
     def _note_cross(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,6 +127,8 @@ class HuggingFaceSocket(ProjectedSocket):
     ) -> None:
         """One call of a watched module."""
         if self.tap.records_from(module):
+            if not torch.compiler.is_compiling():  # which goes by the hooks it finds, for good
+                self._seen.add(module)
             _check(implementation, module)
             key_mask = self.tap.valid_keys(mask, query.shape[0], key.shape[2])
             # transformers keeps packed documents apart by a mask; without one the row is attended to as a whole.
@@ -122,6 +150,8 @@ class HuggingFaceSocket(ProjectedSocket):
 
     def remove(self) -> None:
         super().remove()
+        for handle in self._asked.values():
+            handle.remove()
         for module in self.sites:
             left = tuple(socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not self)
             if left:

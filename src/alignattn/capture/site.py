@@ -74,6 +74,9 @@ class Socket:
         """Modules that ran in the recorded forward pass without their queries and keys being seen."""
         return []
 
+    def settle(self) -> None:
+        """All that has to be found out by trying is known: do without hooks that were for that alone."""
+
     def idle(self) -> None:
         """A forward pass that is not to be recorded begins: leave no trace that could change it."""
 

@@ -179,21 +179,24 @@ class Tap:
         for side in ("query", "key"):
             self._outputs.pop((attention, side), None)
 
-    def leave_projections(self) -> None:
-        """Nobody asks for `output` any more: without hooks modules are called in half the time."""
+    def settle(self) -> None:
+        """Nobody asks for `output` any more, and a pass has been recorded: modules are called faster without hooks."""
         for handle in self._at_projections:
             handle.remove()
         self._at_projections = []
+        for socket in self._sockets:
+            socket.settle()
 
     def remove(self) -> None:
         """The model as it was before."""
         self._close()
-        self.leave_projections()
+        for handle in self._at_projections:
+            handle.remove()
         for handle in self._handles:
             handle.remove()
         for socket in reversed(self._sockets):
             socket.remove()
-        self._handles, self._sockets = [], []
+        self._handles, self._at_projections, self._sockets = [], [], []
         self._compiled.go()
 
     # --- the model's own forward ------------------------------------------------------------------------------------

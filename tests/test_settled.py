@@ -55,7 +55,8 @@ def test_a_module_that_gets_another_implementation_is_asked_again():
 def test_modules_that_may_attend_elsewhere_are_asked_each_time():
     config = transformers.BartConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=1, bos_token_id=0,
+        eos_token_id=2,
     )  # fmt: skip
     model = transformers.BartForConditionalGeneration(config).train()
     ids = torch.randint(3, 50, (4, 8), generator=torch.Generator().manual_seed(0))

@@ -134,6 +134,60 @@ def test_values_alone_are_as_precise(p, n, m, d, masked, kind, monkeypatch):
 
 
 @inside
+@pytest.mark.parametrize(("n", "m", "d"), [(1, 1, 8), (5, 7, 8), (33, 17, 24), (20, 20, 64)])
+@pytest.mark.parametrize(("cost", "epsilon"), [("sqeuclidean", 0.05), ("half_sqeuclidean", 1.0)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_from_tokens_are_as_precise_as_plain_torch(n, m, d, cost, epsilon, masked, monkeypatch):
+    """Of tokens far from the origin; one sample has padding that is NaN, another no keys at all."""
+    from alignattn.matching import kernels
+    from alignattn.matching.transport import optimal_transport
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(3, 2, count, d, generator=generator, dtype=torch.float64) + 3 for count in (n, m))
+    masks = [None, None]
+    if masked:
+        masks = [torch.ones(3, count, dtype=torch.bool) for count in (n, m)]
+        masks[0][0, (n + 1) // 2 :] = masks[1][1, (m + 1) // 2 :] = masks[1][2] = False
+        query[0, :, (n + 1) // 2 :] = float("nan")
+    settings = {"cost": cost, "epsilon": epsilon, "max_iterations": 20, "tolerance": 0.0}
+
+    def solved(dtype, device):
+        there = [None if mask is None else mask.to(device) for mask in masks]
+        given = query.to(device, dtype), key.to(device, dtype)
+        return optimal_transport(*given, query_mask=there[0], key_mask=there[1], **settings)
+
+    called = []
+    monkeypatch.setattr("alignattn.matching.sinkhorn._scored", lambda *_, **__: called.append(1))
+    monkeypatch.setattr("alignattn.matching.tokens.MATRIX_ELEMENTS", {"cpu": 4 * n * m, "cuda": 4 * n * m})
+    found = solved(torch.float32, DEVICE)
+    monkeypatch.undo()
+    assert not called
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    plain, exact = solved(torch.float32, "cpu"), solved(torch.float64, "cpu")
+    assert torch.equal(found.epsilon.cpu(), plain.epsilon)
+    for name in ("cost", "regularised", "marginal_error"):
+        told, usual, truth = (getattr(one, name).cpu().double() for one in (found, plain, exact))
+        off, allowed = ((t - truth).square().mean().sqrt() for t in (told, usual))
+        assert off <= 2 * allowed + 1e-6 * truth.abs().max().clamp_min(1.0)
+
+
+@inside
+def test_values_from_tokens_stop_when_they_are_right(monkeypatch):
+    from alignattn.matching import kernels
+    from alignattn.matching.transport import optimal_transport
+
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 2, 12, 8, generator=generator).to(DEVICE) for _ in range(2))
+    settings = {"cost": "sqeuclidean", "epsilon": 0.1, "max_iterations": 200, "tolerance": 1e-2}
+    found = optimal_transport(query, key, **settings)
+    monkeypatch.setattr(kernels, "serve", lambda tensor, **_: False)
+    usual = optimal_transport(query, key, **settings)
+    assert (found.iterations - usual.iterations).abs().max() <= 1 and found.iterations.unique().numel() > 1
+    assert (found.marginal_error <= 1.1e-2).all() and (found.iterations < 200).all()
+    torch.testing.assert_close(found.cost, usual.cost, rtol=1e-2, atol=0)
+
+
+@inside
 @KINDS
 @pytest.mark.parametrize("epsilon", [1e-2, 1e-10])
 def test_sharp_plans_are_as_precise(epsilon, kind, monkeypatch):

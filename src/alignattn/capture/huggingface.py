@@ -10,7 +10,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,19 @@ def _interface_file(cls: type) -> dict[str, Any] | None:
     return None
 
 
+class _Known(NamedTuple):
+    """Modules that are known to attend to their own tokens, and what they did it by."""
+
+    config: Any  # of all of them: to ask a config takes its time, and most models have one
+    implementation: str | None
+    modules: list[nn.Module]
+
+    def still_is(self) -> bool:
+        """Whether they do it by that."""
+        alike = self.config._attn_implementation == self.implementation
+        return alike and all(module.config is self.config for module in self.modules)
+
+
 class HuggingFaceSocket(ProjectedSocket):
     """Stands behind the attention interface of transformers."""
 
@@ -74,7 +87,7 @@ class HuggingFaceSocket(ProjectedSocket):
         self.release = weakref.finalize(tap.model, _unwatch_all, list(self.files.values()))
         self._seen: set[nn.Module] = set()
         self._asked: dict[nn.Module, RemovableHandle] = {}  # hooks that tell that a module runs, and on which tokens
-        self._known: dict[nn.Module, str | None] = {}  # modules without: their implementation when that was known
+        self._known: dict[int, _Known] = {}  # modules without, by id of their config
         for module in self.sites:
             module.__dict__[SOCKETS] = (*module.__dict__.get(SOCKETS, ()), self)
             self._ask(module)
@@ -92,15 +105,17 @@ class HuggingFaceSocket(ProjectedSocket):
         for module in self._seen & self._asked.keys():
             if OTHER_TOKENS.isdisjoint(inspect.signature(module.forward).parameters) and not self.cross[module]:
                 self._asked.pop(module).remove()
-                self._known[module] = _implementation(module)
+                config = module.config
+                self._known.setdefault(id(config), _Known(config, _implementation(module), [])).modules.append(module)
 
     def open(self) -> None:
         super().open()
-        for module, implementation in list(self._known.items()):
-            if _implementation(module) != implementation:
-                del self._known[module]
-                self._seen.discard(module)
-                self._ask(module)
+        for known in list(self._known.values()):
+            if not known.still_is():
+                del self._known[id(known.config)]
+                self._seen.difference_update(known.modules)
+                for module in known.modules:
+                    self._ask(module)
 
     def _note_cross(self, names: list[str]) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,12 +198,22 @@ class _WatchedInterface:
     def __init__(self, plain: Any) -> None:
         self.plain = plain
         self.users = 0
+        self._made: dict[tuple[Callable[..., Any], str | None], Callable[..., Any]] = {}
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-        return _watched(self.plain.get_interface(implementation, default), implementation)
+        return self._watched(self.plain.get_interface(implementation, default), implementation)
 
     def __getitem__(self, implementation: str) -> Callable[..., Any]:
-        return _watched(self.plain[implementation], implementation)
+        return self._watched(self.plain[implementation], implementation)
+
+    def _watched(self, function: Callable[..., Any], implementation: str | None) -> Callable[..., Any]:
+        """Made once, as every layer asks in every pass; compiled code makes its own."""
+        if torch.compiler.is_compiling():
+            return _watched(function, implementation)
+        made = self._made.get((function, implementation))
+        if made is None:
+            made = self._made[function, implementation] = _watched(function, implementation)
+        return made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)

@@ -22,10 +22,12 @@ def stand_in(tensor: Tensor) -> Tensor:
     return found
 
 
+_saved_elsewhere = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def is_kept_for_backward() -> bool:
     """Whether what autograd saves now is kept as it is: a checkpoint computes it again, others put it elsewhere.
 
     Taken to be so where torch is too old to tell: then more memory is used, and nothing else is different.
     """
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return torch.compiler.is_compiling() or hooks is None or hooks(True) is None
+    return _saved_elsewhere is None or torch.compiler.is_compiling() or _saved_elsewhere(True) is None

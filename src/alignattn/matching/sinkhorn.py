@@ -34,10 +34,9 @@ def _scored(problems: Problems, *, carried: bool = True) -> Iterator[tuple[Probl
             yield part, _by_torch(part)
         return
     from alignattn.matching.kernels.sinkhorn import StreamedScores
-    from alignattn.matching.kernels.stored_scores import StoredScores, pay
+    from alignattn.matching.kernels.stored_scores import StoredScores
 
-    (_, n, d), m = problems.x.shape, problems.y.shape[1]
-    if not pay(n, m, d) or _is_recorded(problems.x):  # what is recorded costs Python nothing, of however many launches
+    if not are_stored(problems.x.shape[1], problems.y.shape[1], problems.x):
         yield problems, StreamedScores(problems.x, problems.y, problems.epsilon, problems.products)
         return
     for part in _chunks(problems):
@@ -50,8 +49,13 @@ def _by_torch(problems: Problems) -> Scores:
     return ExponentialScores(problems) if in_cache and not torch.compiler.is_compiling() else MatrixScores(problems)
 
 
-def _is_recorded(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+def are_stored(queries: int, keys: int, like: Tensor) -> bool:
+    """Whether kernels hold the scores of problems of so many tokens, like these."""
+    from alignattn.matching.kernels.stored_scores import pay
+
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # what is recorded costs Python nothing, of however many launches
+    return pay(queries, keys, like.shape[-1])
 
 
 def _sinkhorn(problems: Problems, scores: Scores, max_iterations: int, tolerance: float) -> Solved:

@@ -21,7 +21,7 @@ from alignattn.matching import kernels
 from alignattn.matching.divergence import Asked, divergence
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.scores import Problems
-from alignattn.matching.sinkhorn import LOOK_EVERY, unrolled, with_fixed_plan
+from alignattn.matching.sinkhorn import LOOK_EVERY, are_stored, unrolled, with_fixed_plan
 from alignattn.matching.tokens import (
     check_pair,
     direction,
@@ -93,9 +93,23 @@ def optimal_transport(
 ) -> TransportResult:
     """Entropic transport of queries [b, h, n, d] onto keys [b, h, m, d], each problem for itself."""
     check_settings(cost, epsilon, max_iterations, tolerance, gradient)
+    if cost != "cosine" and gradient == "plan" and not relative_epsilon and _are_values_alone(query, key):
+        from alignattn.matching.kernels.values import values
+
+        asked = Asked(_scale(cost, query), _limit(query), epsilon, max_iterations, tolerance, debiased=False)
+        alive = samples_with_tokens(query_mask, key_mask)
+        found = [one.view(-1, query.shape[1]) for one in values(query, key, query_mask, key_mask, asked)]
+        return TransportResult(*(zero_where_empty(one, alive) for one in found[:3]), *found[3:])
     problems, alive = _prepared(cost, query, key, query_mask, key_mask)
     settings = (epsilon, relative_epsilon, max_iterations, tolerance, gradient)
     return _solved(problems, alive, query.shape[1], *settings)
+
+
+def _are_values_alone(query: Tensor, key: Tensor) -> bool:
+    """Whether kernels tell them from tokens, without anything to differentiate."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return False
+    return kernels.serve(query) and kernels.serve(key) and are_stored(query.shape[2], key.shape[2], query)
 
 
 def _prepared(

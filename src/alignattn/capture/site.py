@@ -222,7 +222,7 @@ OTHER_TOKENS = frozenset(
 
 def attends_elsewhere(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a module was called as cross-attention: told by the argument that brings the other tokens."""
-    brought = [name for name in OTHER_TOKENS & kwargs.keys() if kwargs[name] is not None]
+    brought = [name for name in kwargs if name in OTHER_TOKENS and kwargs[name] is not None]
     if not brought and OTHER_TOKENS.isdisjoint(names[: len(args)]):
         return False  # as nearly always, and asked of every layer
     given = dict(zip(names, args, strict=False)) | dict(kwargs)

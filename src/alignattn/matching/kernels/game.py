@@ -83,7 +83,7 @@ def _about_mean(
 
 
 @triton.jit
-def _forward(
+def _play(
     query, key, query_mask, key_mask, w_t, b_t, w_g, b_g, w_1, b_1, w_2, b_2, of_query, of_key, units_query, units_key,
     records, heads, problems, n, m, d, e, blocks, programs, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, QUERY_MASKED: tl.constexpr,
@@ -125,7 +125,7 @@ def _valid(query_mask, key_mask, side, sample, i, count, QUERY_MASKED: tl.conste
 
 
 @triton.jit
-def _backward(  # noqa: PLR0915
+def _play_back(  # noqa: PLR0915
     query, key, query_mask, key_mask, w_t, b_t, w_g, b_g, w_1, b_1, w_2, b_2, of_query, of_key, units_query, units_key,
     felt, outer, to_query, to_key, sums, heads, problems, n, m, d, e, blocks, places, programs, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr, QUERY_MASKED: tl.constexpr,
@@ -233,7 +233,7 @@ class _Game(torch.autograd.Function):
         two = {"maxnreg": 128} if same["PARTS"] == 1 else {}  # that a processor holds two programs
         tokens = (query, key, *as_bytes(query_mask, key_mask, query), *kept, *features, *units)
         launch(
-            _forward, layers * programs, *tokens, records, heads, problems, n, m, d, e, blocks, programs, size, SLOPE,
+            _play, layers * programs, *tokens, records, heads, problems, n, m, d, e, blocks, programs, size, SLOPE,
             **same, **masked, **two,
         )  # fmt: skip
         distances, accuracies = query.new_empty(2, layers * samples, heads)
@@ -261,7 +261,7 @@ class _Game(torch.autograd.Function):
         of_tokens = [torch.empty_like(side) for side in (query, key)]
         sums = query.new_empty(layers, programs, size if learns else 0)
         launch(
-            _backward, layers * programs, *tokens, felt, *dense(outer[0]), *of_tokens, sums, heads, problems, n, m, d,
+            _play_back, layers * programs, *tokens, felt, *dense(outer[0]), *of_tokens, sums, heads, problems, n, m, d,
             e, blocks, places, programs, size, SLOPE, **ctx.settings, WEIGHTS=learns,
         )  # fmt: skip
         of_weights = apart(sums.sum(1), weights) if learns else [None] * 8

@@ -145,7 +145,8 @@ class MatrixScores(_Iterated):
         rows, to_keys = torch.empty_like(f), torch.empty_like(x)
         columns, to_queries = torch.zeros_like(g), torch.zeros_like(y)
         for tile in self.tiles():
-            plan = torch.exp(self.tile(tile) + f[:, tile, None] + g[:, None, :])  # (p, t, m)
+            logarithm = (self.tile(tile) + f[:, tile, None]).add_(g[:, None, :])
+            plan = logarithm.clamp_(max=0.0).exp_()  # (p, t, m), never above one: more is rounding of large potentials
             rows[:, tile], to_keys[:, tile] = plan.sum(-1), plan @ y
             columns += plan.sum(-2)
             to_queries += plan.mT @ x[:, tile]

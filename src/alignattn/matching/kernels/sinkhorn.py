@@ -136,6 +136,12 @@ def _half_step(
 
 
 @triton.jit
+def of_plan(score, of_row, across):
+    """Its logarithm. No plan is above one: more is rounding, of potentials larger than all their bits."""
+    return tl.minimum(score + of_row[:, None] + across[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _carry(
     own_high, own_low, high, low, scale, f, g, unit, sums, entropy, carried, paid, n, m, d, blocks,
     CARRIES: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
@@ -158,7 +164,7 @@ def _carry(
         across = tl.load(g + problem * m + j, mask=j < m, other=float("-inf"))
         score = product(own, own_rest, tl.trans(other), tl.trans(rest), tl.zeros([ROWS, COLUMNS], tl.float32), PARTS)
         score = score * by
-        logarithm = score + of_row[:, None] + across[None, :]
+        logarithm = of_plan(score, of_row, across)
         now = tl.maximum(largest, tl.max(logarithm, 1))
         finite = tl.where(now == float("-inf"), 0.0, now)
         kept = tl.exp2(largest - finite)

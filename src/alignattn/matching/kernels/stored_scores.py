@@ -20,7 +20,7 @@ from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import product, read_halves
-from alignattn.matching.kernels.sinkhorn import LEAST, LN_2, LOG2_E, StreamedScores, share_off
+from alignattn.matching.kernels.sinkhorn import LEAST, LN_2, LOG2_E, StreamedScores, of_plan, share_off
 from alignattn.matching.kernels.tiles import TILE, as_products_see, launch, read_at, width_of
 from alignattn.matching.scores import Problems
 
@@ -230,7 +230,7 @@ def _value(
         i = first + tl.arange(0, ROWS)
         score = _read(scores, problem, i, j, n, m, WHOLE)
         own = tl.load(f + problem * n + i, mask=i < n, other=float("-inf"))
-        logarithm = score + own[:, None] + across[None, :]
+        logarithm = of_plan(score, own, across)
         plan = tl.exp2(logarithm)
         here = plan > 0.0
         paid += tl.where(here, plan * score, 0.0)

@@ -45,8 +45,10 @@ def _statistics(
     sample = problem // heads
     e = tl.arange(0, WIDTH)
     queries_at, keys_at = query + problem * n * d, key + problem * m * d
-    of_query, queries, largest_query = total(queries_at, query_mask, sample, n, d, d, ROWS, WIDTH, QUERY_MASKED)
-    of_key, keys, largest_key = total(keys_at, key_mask, sample, m, d, d, ROWS, WIDTH, KEY_MASKED)
+    of_query, of_queries, queries, largest_query = total(
+        queries_at, query_mask, sample, n, d, d, ROWS, WIDTH, QUERY_MASKED
+    )
+    of_key, of_keys, keys, largest_key = total(keys_at, key_mask, sample, m, d, d, ROWS, WIDTH, KEY_MASKED)
     count = queries + keys
     mean = ((of_query + of_key) / tl.maximum(count, 1.0)).to(tl.float32)
     tl.store(means + problem * d + e, mean, mask=e < d)
@@ -54,9 +56,8 @@ def _statistics(
     if GIVEN:  # beyond 1e8 bandwidths every distance that is not zero has kernel zero
         r = tl.minimum(tl.load(given + problem).to(tl.float64) * size * size, 0.5e16)
     else:
-        squares = spread(queries_at, query_mask, mean, sample, n, d, d, ROWS, WIDTH, QUERY_MASKED)
-        squares += spread(keys_at, key_mask, mean, sample, m, d, d, ROWS, WIDTH, KEY_MASKED)
-        typical = 2.0 * squares / (size * size) / tl.maximum(count - 1.0, 1.0)
+        about = spread(of_queries + of_keys, of_query + of_key, count)
+        typical = 2.0 * about / (size * size) / tl.maximum(count - 1.0, 1.0)
         r = 1.0 / tl.where(typical <= 1e-28, 1.0, typical)  # all tokens are one: any bandwidth gives zero
     own = 0.0 * count
     if WITHOUT_OWN:
@@ -236,7 +237,7 @@ def discrepancy(
     tokens = (query, key, *masks)
     launch(
         _statistics, problems, *tokens, given, means, factors, *sizes,
-        ROWS=TILE, GIVEN=inverse is not None, **same, **kind,
+        ROWS=TILE if width <= TILE else TILE // 2, GIVEN=inverse is not None, num_warps=8, **same, **kind,
     )  # fmt: skip
     # Tiles of wide tokens must fit the shared memory of smaller devices too.
     largest = 2 * TILE if width <= TILE else TILE

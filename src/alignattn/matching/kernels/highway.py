@@ -25,7 +25,7 @@ from alignattn.matching.kernels.tiles import has_room, launch
 
 TILE = 32  # rows; with as many warps registers hold weights, and what weights and tokens feel
 WARPS = 8
-PROGRAMS = 256  # that share the tokens of all layers, and the weights' gradient
+PROGRAMS = 264  # that share the tokens of all layers, and the weights' gradient
 SLOPE = 0.01
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -157,7 +157,7 @@ def put_sums(to, sum_t, sum_bt, sum_g, sum_bg, sum_1, sum_b1, d, hidden, WIDTH: 
 
 
 @triton.jit
-def _forward(
+def _features_of(
     x, w_t, b_t, w_g, b_g, w_1, b_1, features, count, d, hidden, programs, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +172,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _features_back(
     x, outer, w_t, b_t, w_g, b_g, w_1, b_1, of_x, sums, count, d, hidden, programs, size, slope,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr,
@@ -221,7 +221,7 @@ class _Features(torch.autograd.Function):
         features = tokens.new_empty(layers, count, hidden)
         same = shape(tokens, hidden, products)
         programs = programs_of(layers, triton.cdiv(count, same["ROWS"]))
-        launch(_forward, layers * programs, tokens, *kept, features, count, d, hidden, programs, SLOPE, **same)
+        launch(_features_of, layers * programs, tokens, *kept, features, count, d, hidden, programs, SLOPE, **same)
         ctx.save_for_backward(tokens, *kept)
         ctx.products = products
         return features
@@ -238,7 +238,7 @@ class _Features(torch.autograd.Function):
         sums = tokens.new_empty(layers, programs, size) if felt["WEIGHTS"] else tokens
         sizes = count, d, hidden, programs, size, SLOPE
         given = (tokens, *dense(*gradients), *weights)
-        launch(_backward, layers * programs, *given, of_tokens, sums, *sizes, **same, **felt)
+        launch(_features_back, layers * programs, *given, of_tokens, sums, *sizes, **same, **felt)
         of_weights = apart(sums.sum(1), weights) if felt["WEIGHTS"] else [None] * 6
         return None, of_tokens if felt["TOKENS"] else None, *of_weights
 

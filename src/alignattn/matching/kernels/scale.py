@@ -1,8 +1,8 @@
 """Queries and keys of a problem on one scale, and the way back: one kernel each, where plain code passes over all
 tokens a dozen times.
 
-A program serves one problem: it adds up its tokens, then their squares about the mean, then writes. The second and
-third time it finds them in the cache. Sums are in double precision, as squares of the largest numbers must stay finite.
+A program serves one problem: it adds up its tokens and their squares, in double precision, then writes. The second
+time it finds them in the cache.
 
 Queries and keys come as models make them, often with the heads of a token beside each other, and their gradients go
 back as they came: to have them otherwise would be a pass over all tokens on either way.
@@ -46,7 +46,7 @@ def _scaled(
 
 
 @triton.jit
-def _forward(
+def _standardise(
     query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
     query_sample, query_head, query_row, key_sample, key_head, key_row, least,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
@@ -56,13 +56,12 @@ def _forward(
     sample, head = problem // heads, problem % heads
     query += sample * query_sample + head * query_head
     key += sample * key_sample + head * key_head
-    of_query, queries, _ = total(query, query_mask, sample, n, query_row, d, ROWS, WIDTH, QUERY_MASKED)
-    of_key, keys, _ = total(key, key_mask, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
+    of_query, of_queries, queries, _ = total(query, query_mask, sample, n, query_row, d, ROWS, WIDTH, QUERY_MASKED)
+    of_key, of_keys, keys, _ = total(key, key_mask, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
     count = tl.maximum(queries + keys, 1.0)
     mean = ((of_query + of_key) / count).to(tl.float32)
-    squares = spread(query, query_mask, mean, sample, n, query_row, d, ROWS, WIDTH, QUERY_MASKED)
-    squares += spread(key, key_mask, mean, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
-    factor = (1.0 / tl.sqrt(squares / (count * d) + least)).to(tl.float32)
+    about = spread(of_queries + of_keys, of_query + of_key, count)
+    factor = (1.0 / tl.sqrt(about / (count * d) + least)).to(tl.float32)
     tl.store(inverse + problem, factor)
     tl.store(counts + problem, count.to(tl.float32))
     _scaled(
@@ -76,15 +75,14 @@ def _forward(
 def _felt(
     gradient, scaled, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
 ):
-    summed = tl.zeros([WIDTH], tl.float32)
-    products = tl.zeros([WIDTH], tl.float32)
+    summed, products = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
         valid = valid_rows(mask, sample, i, count, MASKED)
         g = read(gradient, problem, i, valid, count, d, WIDTH)
-        summed += tl.sum(g, 0)
-        products += tl.sum(g * read(scaled, problem, i, valid, count, d, WIDTH), 0)
-    return summed, tl.sum(products, 0)
+        summed += g
+        products += g * read(scaled, problem, i, valid, count, d, WIDTH)
+    return tl.sum(summed, 0), tl.sum(tl.sum(products, 0), 0)
 
 
 @triton.jit
@@ -101,7 +99,7 @@ def _handed(
 
 
 @triton.jit
-def _backward(
+def _standardise_back(
     of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
     query_sample, query_head, query_row, key_sample, key_head, key_row,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
@@ -144,7 +142,7 @@ def forward(
     sizes = heads, query.shape[2], key.shape[2], query.shape[3], *query.stride()[:3], *key.stride()[:3]
     settings = _shapes(query, query_mask, key_mask)
     settings["PRECISION"] = products_for(query.dtype, key.dtype)
-    launch(_forward, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
+    launch(_standardise, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
     return scaled[0], scaled[1], inverse, counts
 
 
@@ -168,14 +166,14 @@ def backward(
     strides = *found[0].stride()[:3], *found[1].stride()[:3]
     sizes = heads, query.shape[2], key.shape[2], query.shape[3], *strides
     settings = _shapes(query, query_mask, key_mask)
-    launch(_backward, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
+    launch(_standardise_back, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
     return found[0], found[1]
 
 
 def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:
     return {
         "num_warps": 8,  # problems may be few, and each has much to wait for
-        "ROWS": 2 * TILE if width_of(query) <= 64 else TILE,
+        "ROWS": TILE if width_of(query) <= TILE else TILE // 2,
         "WIDTH": width_of(query),
         "QUERY_MASKED": query_mask is not None,
         "KEY_MASKED": key_mask is not None,

@@ -64,32 +64,35 @@ def as_products_see(values, PRECISION: tl.constexpr):
 
 @triton.jit
 def total(tokens, mask, sample, count, stride, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """The sum of all valid tokens of a problem that begins there, how many they are, and the largest entry."""
-    summed = tl.zeros([WIDTH], tl.float64)
-    many = tl.zeros([ROWS], tl.float64)
-    largest = tl.zeros([WIDTH], tl.float32)
+    """Sums of the valid tokens of a problem that begins there, of their squares, of ones; and the largest entry.
+
+    Places of a tile are added up apart: threads wait for each other once, and not for each tile. In double precision
+    squares of the largest numbers stay finite, and of those far from zero what is left about their mean is known as
+    well as they are themselves.
+    """
+    summed, squares = tl.zeros([ROWS, WIDTH], tl.float64), tl.zeros([ROWS, WIDTH], tl.float64)
+    largest, many = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float64)
+    row = tl.arange(0, ROWS)
+    upcoming_valid = valid_rows(mask, sample, row, count, MASKED)
+    upcoming = read_at(tokens, row, upcoming_valid, stride, d, WIDTH)
     for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        valid = valid_rows(mask, sample, i, count, MASKED)
-        tile = read_at(tokens, i, valid, stride, d, WIDTH)
-        summed += tl.sum(tile.to(tl.float64), 0)
+        tile, valid = upcoming, upcoming_valid
+        following = start + ROWS + row  # is read while this one is added
+        upcoming_valid = valid_rows(mask, sample, following, count, MASKED)
+        upcoming = read_at(tokens, following, upcoming_valid, stride, d, WIDTH)
+        largest = tl.maximum(largest, tl.abs(tile))
+        number = tile.to(tl.float64)
+        summed += number
+        squares += number * number
         many += valid.to(tl.float64)
-        largest = tl.maximum(largest, tl.max(tl.abs(tile), 0))
-    return summed, tl.sum(many, 0), tl.max(largest, 0)
+    return tl.sum(summed, 0), tl.sum(tl.sum(squares, 0), 0), tl.sum(many, 0), tl.max(tl.max(largest, 0), 0)
 
 
 @triton.jit
-def spread(tokens, mask, mean, sample, count, stride, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """The sum of squares about the mean. In double precision those of the largest numbers stay finite."""
-    e = tl.arange(0, WIDTH)
-    summed = tl.zeros([WIDTH], tl.float64)
-    for start in range(0, count, ROWS):
-        i = start + tl.arange(0, ROWS)
-        valid = valid_rows(mask, sample, i, count, MASKED)
-        apart = read_at(tokens, i, valid, stride, d, WIDTH) - mean[None, :]
-        apart = tl.where(valid[:, None] & (e[None, :] < d), apart, 0.0).to(tl.float64)
-        summed += tl.sum(apart * apart, 0)
-    return tl.sum(summed, 0)
+def spread(squares, summed, count):
+    """The sum of squares about the mean, of such sums."""
+    about = squares - tl.sum(summed * summed, 0) / tl.maximum(count, 1.0)
+    return tl.where(about < 0.0, 0.0, about)  # rounding; NaN stays
 
 
 def launch(kernel: Any, programs: int, *given: Any, **settings: Any) -> None:

@@ -78,6 +78,13 @@ def test_a_machine_that_slows_down_within_a_round_does_not_show(now):
     assert (told["second"].ratio, told["third"].ratio) == (2.0, 2.0)
 
 
+def test_quartiles_of_two_lie_between_them(now):
+    """Those of what two are drawn from would be guessed beyond, and below zero."""
+    one, _ = taking(now, [1.0, 1.0, 1.0, 9.0])
+    told = clock.side_by_side({"one": one}, CPU, rounds=2, warmup=1)["one"]
+    assert (told.low, told.median, told.high) == (3.0, 5.0, 7.0)
+
+
 @pytest.mark.parametrize(
     ("count", "ranks"),
     # Of binomial tables: with six values the chance that all are on one side is 1/64 a side; of twenty fewer than six

@@ -96,7 +96,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _timing(times: list[float], ratios: list[float], rounds: int) -> Timing:
-    low, median, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return Timing(median, low, high, statistics.median(ratios), rounds, *interval(ratios))
 
 

@@ -331,7 +331,7 @@ def test_under_checkpointing_nothing_of_a_layer_outlives_its_forward():
 def growth(make, stream, *, checkpointed, align=True):
     """By how much the most memory of a step grows with each layer, in queries and keys of one."""
     most = []
-    for layers in (2, 10):
+    for layers in (6, 14):
         model = make(layers).train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -51,6 +51,12 @@ def are_finite(numbers: Tensor) -> Tensor:
     return numbers - numbers == 0
 
 
+def whole_layers(witness: Tensor | None) -> Tensor:
+    """Of numbers [l, ...] that are not finite where something of their layer is not: [l]."""
+    assert witness is not None
+    return are_finite(witness).flatten(1).all(1)
+
+
 def _largest(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """Of each layer, of what stands at valid tokens: NaN where there is one."""
     if not tokens.numel():

@@ -26,7 +26,7 @@ from alignattn.config import AlignmentConfig
 from alignattn.counted import Counted
 from alignattn.delivery import Delivery, Slice
 from alignattn.distances import Distances
-from alignattn.finite import FiniteCheck
+from alignattn.finite import FiniteCheck, largest_of, whole_layers
 from alignattn.matching.at_once import added, differentiate
 from alignattn.matching.matcher import Matcher
 from alignattn.replay import InPlace, Lease, Pool, Recorder, Replays
@@ -199,7 +199,8 @@ class Objective:
                     record.let_go()
 
     def forget_replays(self) -> None:
-        """Give back what they hold in memory."""
+        """Give back what they hold in memory, and what matching works in."""
+        self.matcher.scratch.give_back()
         self._replays.clear()
         self._pool = Pool()
         self.ahead = Ahead(self._matched_ahead)
@@ -256,16 +257,19 @@ class Objective:
     def _plainly(self, stack: Stack, watchers: Watchers, scale: float) -> _Together:
         with torch.no_grad():
             query, key = stack.query, stack.key
-        self._show(stack, query, key, (self.finite, *watchers))
+        self._show(stack, query, key, watchers)
         of_query, of_key = stack.wants()
         masks = stack.query_mask, stack.key_mask
         counted = self._counted(stack, scale)
         in_place = len(stack.places) > 1  # they were copied together, for us alone
         given = query, key, *masks, stack.names, counted.in_gradient()
         with self.matcher.along(stack.edges):
-            found = differentiate(self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place)
+            found = differentiate(
+                self.matcher, *given, of_query=of_query, of_key=of_key, in_place=in_place, look=largest_of
+            )
         values = (found.losses * counted.in_total().to(found.losses)).sum((1, 2))
-        return _Together(values, found.query, found.key, found.networks, ours=in_place)
+        finite = whole_layers(found.witness)
+        return _Together(values, found.query, found.key, found.networks, finite=finite, ours=found.ours)
 
     def _counted(self, stack: Stack, scale: float) -> Counted:
         """What each problem counts, and by how much it acts."""

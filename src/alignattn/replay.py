@@ -22,7 +22,7 @@ from torch import Tensor
 
 from alignattn.counted import Counted
 from alignattn.devices import on_device
-from alignattn.finite import are_finite, largest_of
+from alignattn.finite import largest_of, whole_layers
 from alignattn.matching.at_once import differentiate
 from alignattn.matching.matcher import Matcher
 from alignattn.precision import times
@@ -248,8 +248,7 @@ class Replays:
             )  # fmt: skip
             weighed = (found.losses * inputs.outer.to(found.losses)).sum((1, 2))
             told = matcher.taken_back(instead=before)
-            assert found.witness is not None
-            finite = are_finite(found.witness).flatten(1).all(1)
+            finite = whole_layers(found.witness)
             return weighed, finite, told, found.query, found.key, found.networks
 
         try:

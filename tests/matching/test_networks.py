@@ -164,46 +164,13 @@ def test_common_scale_of_stable_makes_it_blind_to_scale_and_origin():
         assert abs(literal - here) > 1e-3
 
 
-def test_features_and_answers_of_one_pass_are_those_of_two_and_teach_apart():
-    torch.manual_seed(0)
-    names = ["a", "b", "c"]
-    network = Discriminator(names, 6, hidden=5, out=1, seed=1).double()
-    tokens = torch.randn(2, 9, 6, dtype=torch.float64, requires_grad=True)
-    layers = torch.tensor([2, 0])
-    given = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(2, 9, 1, dtype=torch.float64)
-    found = network.features_and_answers(tokens, layers)
-    expected = network.features(tokens, layers, fixed=True), network(tokens.detach(), layers)
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, two)
-    wanted = [tokens, *network.parameters()]
-    of_one = torch.autograd.grad(found, wanted, given)
-    of_two = torch.autograd.grad(expected, wanted, given)
-    for one, two in zip(of_one, of_two, strict=True):
-        torch.testing.assert_close(one, two)
-    assert all(gradient.abs().sum() > 0 for gradient in of_one)
-
-
-def test_features_and_answers_of_fixed_weights_and_of_fixed_tokens():
-    network = Discriminator(["a"], 4, hidden=3, out=1)
-    tokens = torch.randn(1, 5, 4)
-    features, answers = network.features_and_answers(tokens)
-    (features.sum() + answers.sum()).backward()
-    assert network.first.weight.grad is not None
-    network.requires_grad_(False)
-    tokens.requires_grad_()
-    features, answers = network.features_and_answers(tokens)
-    (through_features,) = torch.autograd.grad(features.sum() + answers.sum(), tokens)
-    (expected,) = torch.autograd.grad(network.features(tokens).sum(), tokens)
-    torch.testing.assert_close(through_features, expected)
-
-
 @pytest.mark.parametrize("tokens", [1, 7, 24, 97])
 def test_products_over_tokens_in_parts_are_those_of_the_whole(tokens):
     from alignattn.matching import linear
 
     x, y = torch.randn(3, tokens, 5, dtype=torch.float64), torch.randn(3, tokens, 2, dtype=torch.float64)
     expected = torch.einsum("lti,lto->lio", x, y)
-    for parts in {1, linear._parts(3, tokens)}:
+    for parts in {1, *(linear._parts(3, tokens, torch.device(device)) for device in linear.PARTS)}:
         assert tokens % parts == 0 and 1 <= parts <= 512 // 3
         torch.testing.assert_close(linear._in_parts(x, y, parts), expected)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from alignattn.matching import scratch
+
 
 def peak(call: Callable[[], object], device: torch.device, *, settling: int = 0) -> int:
     """Bytes of tensors, of the accelerator's memory or the CPU's; told by torch's allocators, to the byte.
@@ -46,8 +48,10 @@ def _let_go(device: torch.device) -> None:
     """Of whatever nobody needs any more: models of a case before would be freed while this one is measured.
 
     What goes may leave others behind that only then can go. What records of such models worked in is kept by torch
-    until it is told otherwise, or records again, and would be taken for less than nothing then.
+    until it is told otherwise, or records again, and would be taken for less than nothing then. What matchings on a CPU
+    work in they ask for anew, and so it is counted.
     """
+    scratch.give_back()
     before = None
     while device.type == "cuda" and before != torch.cuda.memory_allocated(device):
         before = torch.cuda.memory_allocated(device)

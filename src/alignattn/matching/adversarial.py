@@ -19,9 +19,11 @@ from torch import Tensor
 
 from alignattn.errors import ShapeError, checked
 from alignattn.matching import kernels
+from alignattn.matching.beside import parted
 from alignattn.matching.features import feature_distance
-from alignattn.matching.matcher import FINITE_INPUT, Matcher, NetworkConfig, parted
-from alignattn.matching.networks import Discriminator, reverse_gradient
+from alignattn.matching.game import game
+from alignattn.matching.matcher import FINITE_INPUT, Matcher, NetworkConfig
+from alignattn.matching.networks import Discriminator, Rows, reverse_gradient
 from alignattn.matching.tokens import (
     blank_padding,
     check_pair,
@@ -115,10 +117,34 @@ class AdversarialMatcher(Matcher):
         fused = self._by_kernels(query, key, query_mask, key_mask, names)
         if fused is not None:
             return fused
-        features, logits = self._features_and_logits(query, key, names)
+        network, layers = self.network("discriminator", names, query)
+        if network.has_highway:
+            return self._by_hand(network, layers, query, key, query_mask, key_mask)
+        tokens, *_ = self.shown("discriminator", names, query, key)
+        features = parted(network.features(tokens, layers, fixed=True), query, key)
+        logits = parted(reverse_gradient(network(tokens.detach(), layers)), query, key)
         value = self._value(*logits, query_mask, key_mask)
         distance = feature_distance(*features, query_mask=query_mask, key_mask=key_mask)
         return distance + (value - value.detach())  # the value's gradient goes into the discriminator alone
+
+    def _by_hand(
+        self,
+        network: Discriminator,
+        layers: Rows,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> Tensor:
+        """The same, with gradients that are written out."""
+        if not self.config.standardise:  # which bounds what networks see
+            query, key = (side.clamp(-FINITE_INPUT, FINITE_INPUT) for side in (query, key))
+        masks = [None if mask is None else mask.unflatten(0, query.shape[:2]) for mask in (query_mask, key_mask)]
+        masks[1] = masks[0] if key_mask is query_mask else masks[1]
+        distance, *answers = game(query, key, masks[0], masks[1], *network.weights(query, layers))
+        if self.asked:
+            self._tell_accuracy(*(side.flatten(0, 1) for side in answers), query_mask, key_mask)
+        return distance.flatten(0, 1)
 
     def _by_kernels(
         self, query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, names: list[str]
@@ -139,23 +165,15 @@ class AdversarialMatcher(Matcher):
             self.tell("discriminator_accuracy", accuracy.mean(), len(accuracy))
         return distance
 
-    def _features_and_logits(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Pair, Pair]:
-        """Features that teach queries and keys alone, and logits that teach the discriminator alone."""
-        tokens, discriminator, layers = self.shown("discriminator", names, query, key)
-        if discriminator.has_highway:
-            features, logits = discriminator.features_and_answers(tokens, layers)
-        else:
-            features = discriminator.features(tokens, layers, fixed=True)
-            logits = discriminator(tokens.detach(), layers)
-        return parted(features, query, key), parted(reverse_gradient(logits), query, key)
-
     def _value(
         self, query_logits: Tensor, key_logits: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> Float[Tensor, "lb h"]:
         if self.asked:
-            accuracy = _accuracy(query_logits, key_logits, query_mask, key_mask)
-            self.tell("discriminator_accuracy", accuracy, len(query_logits))
+            self._tell_accuracy(query_logits, key_logits, query_mask, key_mask)
         return adversarial(query_logits, key_logits, query_mask=query_mask, key_mask=key_mask)
+
+    def _tell_accuracy(self, query_logits: Tensor, key_logits: Tensor, *masks: Tensor | None) -> None:
+        self.tell("discriminator_accuracy", _accuracy(query_logits, key_logits, *masks), len(query_logits))
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.matching import highway, kernels
-from alignattn.matching.linear import linear
+from alignattn.matching.linear import linear, over_tokens
 from alignattn.matching.networks import Discriminator, Rows, reverse_gradient
 
 
@@ -27,22 +27,30 @@ def ascending(
         from alignattn.matching.kernels.highway import features
 
         return linear(features(products, tokens, *trunk), to_out, out)
-    to_relu, relu, to_gate, gate, to_hidden, hidden = trunk
-    weight, bias = torch.cat([to_relu, to_gate], 2), torch.cat([relu, gate], 2)  # (l, d, 2d), (l, 1, 2d)
-    return linear(_Highway.apply(tokens, weight, bias, to_hidden, hidden), to_out, out)
+    return linear(_Highway.apply(tokens, *highway.side_by_side(*trunk)), to_out, out)
 
 
 class _Highway(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Float[Tensor, "l t d"], *weights: Tensor) -> Float[Tensor, "l t k"]:
-        way = highway.forth(tokens, highway.Weights(*weights))
-        ctx.save_for_backward(*way, *weights)
-        return way.features
+        way, hidden = highway.forth(tokens, highway.Weights(*weights))
+        features = torch.nn.functional.leaky_relu_(hidden, highway.SLOPE)
+        ctx.save_for_backward(features, *way, *weights)
+        return features
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, ...]:
-        way, weights = highway.Way(*ctx.saved_tensors[:4]), highway.Weights(*ctx.saved_tensors[4:])
-        felt = highway.back(way, weights, outer[0])
-        of_weights = highway.of_weights(felt, way)
-        return highway.of_tokens(felt, weights), *of_weights
+        features, *saved = ctx.saved_tensors
+        way, weights = highway.Way(*saved[:4]), highway.Weights(*saved[4:])
+        of_hidden, of_both = (highway.room(way.tokens, like.shape[-1]) for like in (features, way.levers))
+        torch.ops.aten.leaky_relu_backward(outer[0], features, highway.SLOPE, True, grad_input=of_hidden)
+        of_carried = torch.bmm(of_hidden, weights.hidden.mT, out=highway.room(way.tokens))
+        highway.felt(way, of_carried, of_both)
+        return (
+            highway.of_tokens(way, weights, of_carried, of_both),
+            over_tokens(way.tokens, of_both),
+            of_both.sum(1, keepdim=True),
+            over_tokens(way.carried, of_hidden),
+            of_hidden.sum(1, keepdim=True),
+        )

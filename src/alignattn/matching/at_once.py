@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.func import functional_call
 
+from alignattn.matching import scratch
 from alignattn.matching.matcher import Matcher
 
 # Numbers in the queries and keys of a piece. A CPU wants them, and what is computed of them, in cache; an accelerator
@@ -35,6 +36,7 @@ class Differentiated:
     key: Float[Tensor, "l b h m d"] | None
     networks: list[Tensor | None]  # in the order of matcher.parameters()
     witness: Float[Tensor, "l b h"] | None = None  # not finite where queries or keys are not
+    ours: bool = False  # nobody else holds the gradients of queries and keys: they may be written over
 
 
 def differentiate(
@@ -58,6 +60,7 @@ def differentiate(
     numbers [l] that are not finite where theirs are not; it is asked where the matcher does not find out by itself.
     """
     networks = _Networks(matcher)
+    reuses = matcher.leaves_nothing()
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses: Tensor | None = None
@@ -68,7 +71,8 @@ def differentiate(
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         layers = names[piece[0]]
         # The backward too: a user's autocast would take its products to half precision.
-        with torch.enable_grad(), torch.autocast(query.device.type, enabled=False), networks.of(layers, query) as own:
+        as_ever = torch.autocast(query.device.type, enabled=False)
+        with matcher.scratch.piece(reuses=reuses), torch.enable_grad(), as_ever, networks.of(layers, query) as own:
             given = (leaves[0], leaves[1], masks[0], masks[1], layers)
             values: Tensor = functional_call(matcher, own, given) if own else matcher(*given)
             losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
@@ -88,7 +92,8 @@ def differentiate(
                 whole[piece] = 0.0
         networks.add(learning, arrived)
     assert losses is not None  # there is a piece at least
-    return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients(), witness)
+    ours = in_place or (reuses and _are_apart(*of_tokens))
+    return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients(), witness, ours)
 
 
 class _Networks:
@@ -138,7 +143,8 @@ class _Networks:
 def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tensor | None]:
     if not of or not values.requires_grad:
         return [None] * len(of)
-    return torch.autograd.grad(values, of, outer.to(values), allow_unused=True)
+    found = torch.autograd.grad(values, of, outer.to(values), allow_unused=True)
+    return [None if gradient is None else scratch.outliving(gradient) for gradient in found]
 
 
 def _with_piece(sofar: Tensor | None, piece: Piece, gradient: Tensor, *, like: Tensor, in_place: bool) -> Tensor:
@@ -151,6 +157,15 @@ def _with_piece(sofar: Tensor | None, piece: Piece, gradient: Tensor, *, like: T
     sofar = torch.zeros_like(like) if sofar is None else sofar
     sofar[piece] = gradient
     return sofar
+
+
+def _are_apart(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether each number has a place of its own: autograd may hand out one tensor for two, or one number for many."""
+    both = [side for side in (one, other) if side is not None]
+    axes = (axis for side in both for axis in zip(side.shape, side.stride(), strict=True))
+    return all(stride > 0 or size == 1 for size, stride in axes) and len({side.data_ptr() for side in both}) == len(
+        both
+    )
 
 
 def added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

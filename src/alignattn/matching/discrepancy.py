@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alignattn.errors import ConfigError, checked, unknown
-from alignattn.matching import kernels
+from alignattn.matching import kernels, scratch
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
 from alignattn.matching.tokens import (
@@ -254,17 +254,18 @@ def _kernel_sum(
     total = torch.zeros_like(pooled.inverse)
     gradient = torch.zeros_like(pooled.tokens[:, side])
     step = chunks_of(problems, length * pooled.tokens.shape[1], total.device)
+    rows = chunks_of(length, pooled.tokens.shape[1] * min(step, problems), total.device)
+    room = scratch.empty((min(step, problems), min(rows, length), pooled.tokens.shape[1]), pooled.tokens)
     for start in range(0, problems, step):
         tokens, squares, weight, counts, inverse = (tensor[start : start + step] for tensor in pooled)
         sharpness = (inverse / math.log(2))[:, None]
         heights = -sharpness * squares  # -|x|² of the exponent -|x - y|² = 2 x·y - |x|² - |y|²
         others = (2 * sharpness[..., None] * tokens).mT
-        rows = chunks_of(length, tokens.shape[1] * len(tokens), total.device)
         for first in range(side.start, side.stop, rows):
             tile = slice(first, min(first + rows, side.stop))
             own = tokens[:, tile]
-            kernel = torch.baddbmm(heights[:, None], own, others).add_(heights[:, tile, None])
-            kernel.clamp_max_(0.0).exp2_().mul_(counts[:, None])
+            kernel = torch.baddbmm(heights[:, None], own, others, out=room[: len(own), : own.shape[1]])
+            kernel.add_(heights[:, tile, None]).clamp_max_(0.0).exp2_().mul_(counts[:, None])
             for offset in apart:
                 kernel.diagonal(first + offset, 1, 2).zero_()
             sums = kernel.sum(-1)

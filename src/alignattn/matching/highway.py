@@ -1,9 +1,10 @@
 """The trunk of discriminator and critic, its way back written out.
 
-    R = relu(W_t x),  G = sigmoid(W_g x),  x' = x + G (R - x),  features = leaky_relu(W_1 x')
+    R = relu(W_t x),  G = sigmoid(W_g x),  x' = x + G (R - x),  hidden = W_1 x',  features = leaky_relu(hidden)
 
-With g the gradient of x', that of R is g G, that of W_g x is g (1 - G) (x' - x), and g (1 - G) goes to x itself.
-Autograd would pass over all tokens twice as often. W_t and W_g lie side by side, in one product.
+With g the gradient of x', that of W_t x is g G where R is above zero, that of W_g x is g (1 - G) (x' - x), and
+g (1 - G) goes to x itself: what g is multiplied with is made once, on the way there. Autograd would pass over all
+tokens twice as often. W_t and W_g lie side by side, in one product.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from alignattn.matching.linear import over_tokens
+from alignattn.matching import scratch
 
 SLOPE = 0.01  # of leaky_relu
 
@@ -20,8 +21,8 @@ SLOPE = 0.01  # of leaky_relu
 class Weights(NamedTuple):
     """Of some layers, with their biases."""
 
-    both: Float[Tensor, "l d 2d"]  # to R, and to G
-    both_bias: Float[Tensor, "l 1 2d"]
+    both: Float[Tensor, "l d 2*d"]  # to R, and to G
+    both_bias: Float[Tensor, "l 1 2*d"]
     hidden: Float[Tensor, "l d k"]
     hidden_bias: Float[Tensor, "l 1 k"]
 
@@ -30,55 +31,44 @@ class Way(NamedTuple):
     """What the way back needs."""
 
     tokens: Float[Tensor, "l t d"]
-    both: Float[Tensor, "l t 2d"]  # R and G
+    levers: Float[Tensor, "l t 2*d"]  # what the gradient of x' is multiplied with for those of W_t x and W_g x
+    past: Float[Tensor, "l t d"]  # and for that of x, past both: 1 - G
     carried: Float[Tensor, "l t d"]  # x'
-    features: Float[Tensor, "l t k"]
 
 
-class Felt(NamedTuple):
-    """Gradients along the way."""
-
-    tokens: Float[Tensor, "l t d"]  # on the way past R and G
-    both: Float[Tensor, "l t 2d"]
-    hidden: Float[Tensor, "l t k"]
-    carried: Float[Tensor, "l t d"]  # to be written over
+def side_by_side(w_t: Tensor, b_t: Tensor, w_g: Tensor, b_g: Tensor, w_1: Tensor, b_1: Tensor) -> Weights:
+    """Weights and biases of transform, gate and first layer in turn."""
+    return Weights(torch.cat([w_t, w_g], 2), torch.cat([b_t, b_g], 2), w_1, b_1)
 
 
-def forth(tokens: Float[Tensor, "l t d"], weights: Weights) -> Way:
-    """The features, and all that leads to them."""
-    both = torch.baddbmm(weights.both_bias, tokens, weights.both)
-    transformed, gate = both.chunk(2, -1)
-    carried = torch.lerp(tokens, transformed.relu_(), gate.sigmoid_())
-    features = torch.nn.functional.leaky_relu_(torch.baddbmm(weights.hidden_bias, carried, weights.hidden), SLOPE)
-    return Way(tokens, both, carried, features)
+def forth(tokens: Float[Tensor, "l t d"], weights: Weights) -> tuple[Way, Float[Tensor, "l t k"]]:
+    """What is hidden, and all that leads to it."""
+    levers, hidden = (room(tokens, w.shape[-1]) for w in (weights.both, weights.hidden))
+    carried, past = room(tokens), room(tokens)
+    torch.baddbmm(weights.both_bias, tokens, weights.both, out=levers)
+    transformed, gate = levers.chunk(2, -1)
+    torch.lerp(tokens, transformed.relu_(), gate.sigmoid_(), out=carried)
+    torch.baddbmm(weights.hidden_bias, carried, weights.hidden, out=hidden)
+    torch.ops.aten.threshold_backward(gate, transformed, 0.0, grad_input=transformed)
+    torch.sub(tokens.new_ones(()), gate, out=past)
+    torch.sub(carried, tokens, out=gate).mul_(past)
+    return Way(tokens, levers, past, carried), hidden
 
 
-def back(way: Way, weights: Weights, outer: Float[Tensor, "l t k"], over: Felt | None = None) -> Felt:
-    """Where features feel `outer`. `over`: what nobody needs any more is written over, as fresh memory takes time."""
-    transformed, gate = way.both.chunk(2, -1)
-    if over is None:
-        of_hidden, of_both, of_carried = map(torch.empty_like, (way.features, way.both, way.carried))
-    else:
-        of_hidden, of_both, of_carried = over.hidden, over.both, over.carried
-    torch.ops.aten.leaky_relu_backward(outer, way.features, SLOPE, True, grad_input=of_hidden)
-    torch.bmm(of_hidden, weights.hidden.mT, out=of_carried)
-    of_tokens = torch.addcmul(of_carried, of_carried, gate, value=-1)
-    of_transformed, of_gate = of_both.chunk(2, -1)
-    torch.ops.aten.threshold_backward(of_carried.mul_(gate), transformed, 0.0, grad_input=of_transformed)
-    torch.sub(way.carried, way.tokens, out=of_gate).mul_(of_tokens)
-    return Felt(of_tokens, of_both, of_hidden, of_carried)
+def felt(way: Way, of_carried: Float[Tensor, "l t d"], to: Float[Tensor, "l t 2*d"]) -> Float[Tensor, "l t 2*d"]:
+    """What W_t x and W_g x feel where x' feels that, written `to` somewhere."""
+    for gradient, lever in zip(to.chunk(2, -1), way.levers.chunk(2, -1), strict=True):
+        torch.mul(of_carried, lever, out=gradient)
+    return to
 
 
-def of_tokens(felt: Felt, weights: Weights) -> Float[Tensor, "l t d"]:
-    """The gradient of the tokens. Takes what was felt apart."""
-    return felt.tokens.baddbmm_(felt.both, weights.both.mT)
+def of_tokens(
+    way: Way, weights: Weights, of_carried: Float[Tensor, "l t d"], of_both: Float[Tensor, "l t 2*d"]
+) -> Float[Tensor, "l t d"]:
+    """The gradient of the tokens, of what was felt on the way."""
+    return torch.mul(of_carried, way.past, out=room(way.tokens)).baddbmm_(of_both, weights.both.mT)
 
 
-def of_weights(felt: Felt, way: Way) -> Weights:
-    """The gradients of weights and biases."""
-    return Weights(
-        over_tokens(way.tokens, felt.both),
-        felt.both.sum(1, keepdim=True),
-        over_tokens(way.carried, felt.hidden),
-        felt.hidden.sum(1, keepdim=True),
-    )
+def room(tokens: Float[Tensor, "l t d"], width: int | None = None) -> Float[Tensor, "l t _"]:
+    """Memory for numbers of as many tokens, so many of each or as many."""
+    return scratch.empty((*tokens.shape[:2], width or tokens.shape[2]), tokens)

@@ -1,7 +1,8 @@
 """y = x W + b for some layers at once, of few outputs and very many tokens.
 
 The gradient of W is a product over all tokens of a layer, of a small matrix. An accelerator that gives each matrix to
-one processor leaves the others idle: there the tokens are cut into parts, whose products are added.
+one processor leaves the others idle, and a CPU shares out a long sum less well than several: the tokens are cut into
+parts, whose products are added.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PARTS = 512  # products at once, about, on an accelerator
+PARTS = {"cpu": 4, "cuda": 512}  # products at once, about
 
 
 def linear(
@@ -26,7 +27,7 @@ def linear(
 
 def over_tokens(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"]) -> Float[Tensor, "l i o"]:
     """Σ_t x_ti y_to of each layer."""
-    return _in_parts(x, y, _parts(len(x), x.shape[1]) if x.is_cuda else 1)
+    return _in_parts(x, y, _parts(len(x), x.shape[1], x.device))
 
 
 def _in_parts(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"], parts: int) -> Float[Tensor, "l i o"]:
@@ -35,9 +36,9 @@ def _in_parts(x: Float[Tensor, "l t i"], y: Float[Tensor, "l t o"], parts: int) 
     return summed
 
 
-def _parts(layers: int, tokens: int) -> int:
+def _parts(layers: int, tokens: int, device: torch.device) -> int:
     """As many as divide the tokens, up to what fills a device."""
-    most = max(1, PARTS // layers)
+    most = max(1, PARTS.get(device.type, 1) // layers)
     return next(parts for parts in range(min(most, tokens), 0, -1) if tokens % parts == 0)
 
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from alignattn.errors import ConfigError, unknown
 from alignattn.matching import kernels
+from alignattn.matching.beside import parted, together
 from alignattn.matching.networks import Rows
 from alignattn.matching.scale import on_one_scale
+from alignattn.matching.scratch import Scratch
 from alignattn.matching.tokens import blank_padding, full_precision
 
 Edges = tuple[Tensor, Tensor]  # of a graph: places of queries, and of the keys they attend to
@@ -81,6 +83,7 @@ class Matcher(nn.Module):
         self.asked = False  # for figures that logs show
         self._told: dict[str, list[tuple[Tensor, int]]] = {}
         self._learnt: list[nn.Parameter] | None = None
+        self.scratch = Scratch()  # what pieces work in, on a CPU
         self.edges: Edges | None = None  # of the call that is being matched
         # Of each problem that was just brought onto one scale, one over the deviation [lb, h]: NaN where a token is.
         self.scales: Tensor | None = None
@@ -141,6 +144,13 @@ class Matcher(nn.Module):
         """Whether what is done to tensors of one shape is always the same, without asking the device or chance.
 
         Said by `replayable = True`, likewise.
+        """
+        return self._says("replayable")
+
+    def leaves_nothing(self) -> bool:
+        """Whether nothing that is computed on the way outlives a matching, and gradients are nobody else's.
+
+        Said by `replayable = True`, likewise, whatever the options are.
         """
         return self._says("replayable")
 
@@ -270,7 +280,7 @@ class Matcher(nn.Module):
         self, network: str, names: list[str], query: Float[Tensor, "l b h n d"], key: Float[Tensor, "l b h m d"]
     ) -> tuple[Float[Tensor, "l t d"], Any, Rows]:
         """All tokens as a network is shown them, the network, and which of its layers."""
-        tokens = torch.cat([query.flatten(1, 3), key.flatten(1, 3)], dim=1)  # (l, b*h*(n+m), d)
+        tokens = together(query, key)  # (l, b*h*(n+m), d)
         if not self.config.standardise:  # which bounds them already
             tokens = tokens.clamp(-FINITE_INPUT, FINITE_INPUT)
         return tokens, *self.network(network, names, query)
@@ -280,13 +290,3 @@ class Matcher(nn.Module):
         width = query.shape[-1]
         bank = self.bank(names[0], width)
         return self.banks[bank][network], self._rows_of(names, width, bank, query.device)  # type: ignore[index]
-
-
-def parted(
-    features: Float[Tensor, "l t e"], query: Float[Tensor, "l b h n d"], key: Float[Tensor, "l b h m d"]
-) -> tuple[Float[Tensor, "lb h n e"], Float[Tensor, "lb h m e"]]:
-    """What a network made of queries and keys together, each for itself."""
-    width = query.shape[-1]
-    parts = features.split([query[0].numel() // width, key[0].numel() // width], dim=1)
-    shaped = [p.reshape(-1, *t.shape[2:4], p.shape[-1]) for p, t in zip(parts, (query, key), strict=True)]
-    return shaped[0], shaped[1]

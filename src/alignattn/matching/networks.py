@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from alignattn.matching import kernels
 from alignattn.matching.highway import SLOPE
 from alignattn.matching.linear import linear
-from alignattn.matching.one_pass import features_and_answers
 
 
 class _ReverseGradient(torch.autograd.Function):
@@ -113,12 +112,6 @@ class Discriminator(nn.Module):
     def has_highway(self) -> bool:
         """Whether its gradient is written out: not for the plain forms, nor for compiled code."""
         return self.transform is not None and self.gate is not None
-
-    def features_and_answers(
-        self, tokens: Float[Tensor, "l t d"], layers: Rows = None
-    ) -> tuple[Float[Tensor, "l t hidden"], Float[Tensor, "l t o"]]:
-        """What the last layer is given and what it says. The first teaches tokens alone, the second the weights."""
-        return features_and_answers(tokens, *self.weights(tokens, layers))
 
     def weights(self, tokens: Float[Tensor, "*b d"], layers: Rows = None) -> list[Float[Tensor, "l _ _"]]:
         """Weights and biases of transform, gate, first and second layer in turn, for these tokens."""

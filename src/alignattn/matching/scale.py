@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.matching import kernels
-from alignattn.matching.tokens import cleared, told_apart
+from alignattn.matching import kernels, scratch
+from alignattn.matching.beside import room_for_both
+from alignattn.matching.tokens import cleared, told_apart, working
 
 LEAST_VARIANCE = 1e-6  # a problem of one point stays where it is
 
@@ -64,7 +65,9 @@ class _Standardise(torch.autograd.Function):
             ctx.mark_non_differentiable(found[2])
             return found[0], found[1], found[2]
         masks = query_mask, key_mask
-        sides = [cleared(side, mask) for side, mask in zip((query, key), masks, strict=True)]
+        sides = room_for_both(query, key, working(query))
+        for side, given, mask in zip(sides, (query, key), masks, strict=True):
+            cleared(given, mask, side)
         valid = [_valid(side, mask) for side, mask in zip(sides, masks, strict=True)]  # (p or 1, 1, n, 1)
         count = (valid[0].sum(2, keepdim=True) + valid[1].sum(2, keepdim=True)).clamp_min(1.0)
         # Over the largest number squares stay finite.
@@ -106,9 +109,12 @@ class _Standardise(torch.autograd.Function):
             return *handed, None, None
         *sides, inverse, count = ctx.saved_tensors[:4]
         valid = ctx.saved_tensors[4:]
-        given = [cleared(g, mask) for g, mask in zip(of, ctx.masks, strict=True)]
+        given = [cleared(g, mask, torch.empty_like(side)) for g, mask, side in zip(of, ctx.masks, sides, strict=True)]
         total = given[0].sum(2, keepdim=True) + given[1].sum(2, keepdim=True)  # (p, h, 1, d)
-        products = [(g * y).sum((2, 3), keepdim=True) for g, y in zip(given, sides, strict=True)]  # (p, h, 1, 1)
+        products = [
+            torch.mul(g, y, out=scratch.empty(g.shape, g)).sum((2, 3), keepdim=True)  # (p, h, 1, 1)
+            for g, y in zip(given, sides, strict=True)
+        ]
         shared = total * inverse / count
         factor = (products[0] + products[1]) * inverse / (count * sides[0].shape[-1])
         for g, y, there in zip(given, sides, valid, strict=True):

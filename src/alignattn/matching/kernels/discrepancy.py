@@ -22,6 +22,7 @@ from alignattn.matching.kernels.halves import ROOM, product, read_halves, split
 from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
 
 FACTORS = 5  # of a problem: its size, r, a of queries and of keys, c
+LARGEST_TILE = 128  # rows of scores that a program makes at once, if tokens are not wide
 WITHIN = tl.constexpr(2.0**13)  # of halves: placed, no number is above two
 
 
@@ -240,7 +241,7 @@ def discrepancy(
         ROWS=TILE if width <= TILE else TILE // 2, GIVEN=inverse is not None, num_warps=8, **same, **kind,
     )  # fmt: skip
     # Tiles of wide tokens must fit the shared memory of smaller devices too.
-    largest = 2 * TILE if width <= TILE else TILE
+    largest = LARGEST_TILE if width <= TILE else LARGEST_TILE // 2
     rows = min(largest, max(16, triton.next_power_of_2(max(n, m))))
     blocks = triton.cdiv(n, rows)
     places = blocks + triton.cdiv(m, rows)

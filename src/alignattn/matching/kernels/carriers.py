@@ -33,7 +33,7 @@ class Form(NamedTuple):
     warps: int
 
 
-FORWARD, TOKENS, TRUNK, REST = Form(64, 4), Form(64, 4), Form(32, 4), Form(32, 4)
+FORWARD, TOKENS, TRUNK, REST = Form(64, 4), Form(64, 4), Form(32, 4), Form(64, 4)
 
 
 class _Carried(torch.autograd.Function):

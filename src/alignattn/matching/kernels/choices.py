@@ -36,16 +36,8 @@ class Form(NamedTuple):
     stages: int
 
 
-# To be measured against each other. For sm_90 ptxas has, of the first kernel and of the second, instructions a score
-# and registers: "narrow" 17 and 90, 27 and 158; "wide" 14 and 128, 23 and 224; "small" 12 and 124, 21 and 238; "light"
-# 15 and 79, 23 and 128. With 128 registers a processor holds sixteen warps, with more eight.
-FORMS = {
-    "narrow": Form(128, 32, 8, 2),
-    "wide": Form(128, 64, 8, 2),
-    "small": Form(64, 64, 4, 1),
-    "light": Form(64, 32, 4, 1),
-}
-FIRST, SECOND = "small", "light"
+# Of the first kernel and of the second: of the forms that were tried each the fastest on an H200 (results/bench/h200-variants.txt).
+FIRST, SECOND = Form(64, 64, 4, 1), Form(64, 32, 4, 1)
 
 
 class Chosen(NamedTuple):
@@ -239,7 +231,7 @@ def choose(
     (query_log, key_log), (query_mean, key_mean) = pairs
     masks = as_bytes(query_mask, key_mask, query.unit)
     sides = [(*side.all()[:4], side.size, mask) for side, mask in zip((query, key), masks, strict=True)]
-    numbers, tiles = _tiles(query, key, FORMS[FIRST], products)
+    numbers, tiles = _tiles(query, key, FIRST, products)
     launch(
         _first, problems * numbers[-1], *sides[0], *sides[1], query_log, query_mean, key_log, key_mean, heads, *numbers,
         QUERY_MASKED=query_mask is not None, KEY_MASKED=key_mask is not None, **tiles,
@@ -252,7 +244,7 @@ def choose(
 
 def pulls(query: Placed, key: Placed, chosen: Chosen, products: str) -> list[Tensor]:
     """What critic and navigator features of queries feel, then those of keys, where a problem counts one."""
-    numbers, tiles = _tiles(query, key, FORMS[SECOND], products)
+    numbers, tiles = _tiles(query, key, SECOND, products)
     sides = [(*side.all(), log, mean) for side, log, mean in zip((query, key), *chosen[:2], strict=True)]
     shaped = [half for side in (query, key) for half in (side.unit, side.navigator)]
     felt = [torch.empty_like(half, dtype=torch.float32) for half in shaped]

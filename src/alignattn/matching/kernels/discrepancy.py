@@ -19,10 +19,20 @@ from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import ROOM, product, read_halves, split
-from alignattn.matching.kernels.tiles import TILE, as_bytes, launch, read, spread, total, valid_rows, width_of, write
+from alignattn.matching.kernels.tiles import (
+    TILE,
+    TWO,
+    as_bytes,
+    launch,
+    read,
+    spread,
+    total,
+    valid_rows,
+    width_of,
+    write,
+)
 
 FACTORS = 5  # of a problem: its size, r, a of queries and of keys, c
-LARGEST_TILE = 128  # rows of scores that a program makes at once, if tokens are not wide
 WITHIN = tl.constexpr(2.0**13)  # of halves: placed, no number is above two
 
 
@@ -238,10 +248,10 @@ def discrepancy(
     tokens = (query, key, *masks)
     launch(
         _statistics, problems, *tokens, given, means, factors, *sizes,
-        ROWS=TILE if width <= TILE else TILE // 2, GIVEN=inverse is not None, num_warps=8, **same, **kind,
+        ROWS=TILE if width <= TILE else TILE // 2, GIVEN=inverse is not None, num_warps=8, maxnreg=TWO, **same, **kind,
     )  # fmt: skip
     # Tiles of wide tokens must fit the shared memory of smaller devices too.
-    largest = LARGEST_TILE if width <= TILE else LARGEST_TILE // 2
+    largest = 2 * TILE if width <= TILE else TILE
     rows = min(largest, max(16, triton.next_power_of_2(max(n, m))))
     blocks = triton.cdiv(n, rows)
     places = blocks + triton.cdiv(m, rows)
@@ -256,10 +266,11 @@ def discrepancy(
         ROWS=rows, PARTS=parts, **same,
     )  # fmt: skip
     losses = query.new_empty(problems, places)
+    two = {"maxnreg": TWO} if parts == 1 and width <= TILE else {}  # others would leave the registers
     gradients = [torch.empty_like(side) if with_gradient else torch.zeros_like(side) for side in (query, key)]
     launch(
         _sums, problems * places, *placed, *squares, *masks, factors, losses, *gradients, *sizes, blocks, places,
         ROWS=rows, COLUMNS=min(rows, TILE if width <= TILE else TILE // 2), WITH_GRADIENT=with_gradient, PARTS=parts,
-        num_warps=8 if rows > TILE or width > TILE else 4, num_stages=2, **same, **kind,
+        num_warps=8 if rows > TILE or width > TILE else 4, num_stages=2, **two, **same, **kind,
     )  # fmt: skip
     return losses.sum(-1).view(samples, heads), gradients[0], gradients[1]

@@ -37,7 +37,7 @@ from alignattn.matching.kernels.highway import (
     to_weights,
     weights_of,
 )
-from alignattn.matching.kernels.tiles import as_bytes, launch, valid_rows
+from alignattn.matching.kernels.tiles import TWO, as_bytes, launch, valid_rows
 
 
 @triton.jit
@@ -230,7 +230,7 @@ class _Game(torch.autograd.Function):
             features = [side.new_empty(*side.shape[:-1], e, dtype=kind) for side in (query, key)]
         units = query.new_empty(2, layers * problems, blocks if has_own else 0)
         records = query.new_empty(layers * problems, blocks, size)
-        two = {"maxnreg": 128} if same["PARTS"] == 1 else {}  # that a processor holds two programs
+        two = {"maxnreg": TWO} if same["PARTS"] == 1 else {}
         tokens = (query, key, *as_bytes(query_mask, key_mask, query), *kept, *features, *units)
         launch(
             _play, layers * programs, *tokens, records, heads, problems, n, m, d, e, blocks, programs, size, SLOPE,

@@ -16,6 +16,7 @@ from torch import Tensor
 from alignattn.matching.kernels import products_for
 from alignattn.matching.kernels.tiles import (
     TILE,
+    TWO,
     as_bytes,
     as_products_see,
     launch,
@@ -142,7 +143,7 @@ def forward(
     sizes = heads, query.shape[2], key.shape[2], query.shape[3], *query.stride()[:3], *key.stride()[:3]
     settings = _shapes(query, query_mask, key_mask)
     settings["PRECISION"] = products_for(query.dtype, key.dtype)
-    launch(_standardise, samples * heads, *given, *scaled, inverse, counts, *sizes, least, **settings)
+    launch(_standardise, samples * heads, *given, *scaled, inverse, counts, *sizes, least, maxnreg=TWO, **settings)
     return scaled[0], scaled[1], inverse, counts
 
 

@@ -13,6 +13,7 @@ from alignattn.devices import on_device
 from alignattn.errors import AlignmentError
 
 TILE = 64
+TWO = 128  # registers of a thread: a processor holds two programs of eight warps, and one works while the other waits
 WIDE = 160 * 2**10  # bytes
 
 

@@ -41,6 +41,11 @@ def test_dtypes_and_shapes_are_those_that_are_asked_for():
         assert scratch.empty((0, 4), LIKE).shape == (0, 4)
 
 
+def test_it_lies_where_it_is_asked_for_whatever_the_default_device_is():
+    with torch.device("meta"), Scratch().piece(reuses=True):
+        assert scratch.empty((6,), LIKE).device == LIKE.device
+
+
 def test_outside_of_a_piece_and_in_one_that_does_not_say_so_memory_is_fresh():
     mine = Scratch()
     kept = scratch.empty((6,), LIKE)

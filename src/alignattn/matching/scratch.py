@@ -16,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # whatever the default of the process is
+
 
 class _Here(threading.local):
     """Of a thread: the backward of CPU tensors runs in the one that asks for it."""
@@ -57,9 +59,9 @@ class Scratch:
         assert self._next is not None
         at, self._next = self._next, self._next + 1
         if at == len(self._blocks):
-            self._blocks.append(torch.empty(size, dtype=torch.uint8))
+            self._blocks.append(torch.empty(size, **BYTES))
         elif self._blocks[at].numel() < size:
-            self._blocks[at] = torch.empty(size, dtype=torch.uint8)
+            self._blocks[at] = torch.empty(size, **BYTES)
         return self._blocks[at]
 
     def holds(self, tensor: Tensor) -> bool:

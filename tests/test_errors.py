@@ -172,6 +172,14 @@ def test_non_finite_queries_name_the_layer(method, value):
         alignment.loss()
 
 
+def test_what_is_finite_in_double_precision_is_not_taken_for_infinite():
+    """Beyond single precision, and on no common scale."""
+    alignment = alignattn.Alignment("mmd", preset="paper")
+    query, key = (1e39 * torch.randn(2, 2, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    alignment.record(query, key)
+    assert alignment.loss().isfinite()
+
+
 @pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
 def test_non_finite_values_at_padded_tokens_do_no_harm(method):
     alignment = alignattn.Alignment(method)

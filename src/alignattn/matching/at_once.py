@@ -64,7 +64,8 @@ def differentiate(
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses: Tensor | None = None
-    witness = None if look is None else query.new_empty(query.shape[:3], dtype=outer.dtype)
+    finite_in = torch.promote_types(query.dtype, outer.dtype)  # what is finite in double precision may not be in single
+    witness = None if look is None else query.new_empty(query.shape[:3], dtype=finite_in)
     for piece in _pieces(matcher, query, key):
         leaves = [side[piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[piece[:2]] for mask in (query_mask, key_mask)]

@@ -101,7 +101,7 @@ def test_a_piece_that_fails_leaves_it_usable():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_matching_gives_does_not_lie_where_the_next_one_works(method, monkeypatch):
-    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+    monkeypatch.setitem(at_once.PIECE, "cpu", 2 * 7 * 4)  # a problem
     matcher = METHODS[method][0](resolve(method, None, "stable", {}).matcher)
     matcher.ensure(["a"], 4, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -117,6 +117,16 @@ def test_what_a_matching_gives_does_not_lie_where_the_next_one_works(method, mon
     before = [one.clone() for one in told]
     differentiated(given[1])
     assert all(torch.equal(one, other) for one, other in zip(told, before, strict=True))
+
+
+def test_a_piece_that_cannot_be_cut_to_size_leaves_no_memory_behind(monkeypatch):
+    """A graph is matched whole: what that needs is free before the model's backward begins."""
+    monkeypatch.setitem(at_once.PIECE, "cpu", 2 * 2 * 9 * 4 - 1)
+    alignment = alignattn.Alignment("ct", matched_over="neighbourhoods")
+    sides = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(2)]
+    alignment.record(*sides, name="a", edges=(torch.arange(9), torch.arange(9).roll(1)))
+    alignment.loss().backward()
+    assert sides[0].grad.any() and not alignment.matcher.scratch._blocks
 
 
 def test_gradients_of_ones_own_matcher_are_not_said_to_be_ours():

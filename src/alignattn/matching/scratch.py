@@ -2,8 +2,8 @@
 
 A system hands out fresh memory page by page, when it is first written to: on a CPU that takes longer than most of what
 is computed there. So the temporary tensors of a piece of a matching lie where those of the piece before lay. None is
-used twice within a piece, and nothing that outlives one may lie there. Pieces are of bounded size (at_once.py), and so
-is this, however large the model.
+used twice within a piece, and nothing that outlives one may lie there. Only pieces of bounded size do so (at_once.py):
+so this is bounded too, however large the model.
 """
 
 import math

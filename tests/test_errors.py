@@ -161,9 +161,10 @@ def test_records_inside_a_checkpoint_are_counted_once():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("preset", ["stable", "paper"])  # told by the scale they are brought onto, and looked at
 @pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
-def test_non_finite_queries_name_the_layer(method, value):
-    alignment = alignattn.Alignment(method)
+def test_non_finite_queries_name_the_layer(method, preset, value):
+    alignment = alignattn.Alignment(method, preset=preset)
     query = torch.randn(2, 2, 4, 8)
     query[0, 0, 0, 0] = value
     alignment.record(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8), name="encoder.0")

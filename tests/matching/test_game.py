@@ -109,6 +109,8 @@ def test_queries_and_keys_that_lie_behind_each_other_are_joined_without_a_copy()
     for first, second in itertools.permutations((query, key)):
         expected = torch.cat([first.flatten(1, 3), second.flatten(1, 3)], 1)
         assert torch.equal(joined(first, second), expected)
+    two = query.view(2, 1, 3, 2, 2), key.view(2, 1, 3, 2, 2)  # layers: the keys of one come before another's queries
+    assert torch.equal(joined(*two), torch.cat([side.flatten(1, 3) for side in two], 1))
     apart = query.clone(), key.clone()
     assert torch.equal(joined(*apart), both.view(1, 24, 2))
     gap = torch.arange(50.0)

@@ -113,6 +113,11 @@ def test_queries_and_keys_that_lie_behind_each_other_are_joined_without_a_copy()
     assert torch.equal(joined(*two), torch.cat([side.flatten(1, 3) for side in two], 1))
     apart = query.clone(), key.clone()
     assert torch.equal(joined(*apart), both.view(1, 24, 2))
+    for stranger in (
+        (query, (both + 1)[24:].view_as(key)),  # of another's memory
+        (both.view(1, 2, 3, 2, 4)[..., :2], key),  # as long, with gaps
+    ):
+        assert torch.equal(joined(*stranger), torch.cat([side.flatten(1, 3) for side in stranger], 1))
     gap = torch.arange(50.0)
     assert torch.equal(joined(gap[:24].view_as(query), gap[26:].view_as(key))[0, 12], torch.tensor([26.0, 27.0]))
 

@@ -82,7 +82,8 @@ def test_what_is_lent_is_left_alone_where_somebody_may_keep_it():
     hooked.register_hook(lambda gradient: None)
     added = torch.addmm(weight, torch.randn(2, 3), torch.randn(3, 6))
     views = weight.view(3, 4), weight + 1, weight.T.unsqueeze(0), weight.double().float()
-    for target in (weight, *views, added, hooked, asked_for):
+    beside = torch.nn.Linear(6, 6)(weight) + weight  # consumed on one way and not on the other
+    for target in (weight, *views, added, beside, hooked, asked_for):
         whole = delivered(target, lent=True)
         assert torch.equal(whole, torch.ones_like(whole))
     torch.testing.assert_close(asked_for.grad, torch.full((2, 6), 0.5))

@@ -161,15 +161,24 @@ def test_records_inside_a_checkpoint_are_counted_once():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("preset", ["stable", "paper"])  # told by the scale they are brought onto, and looked at
 @pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])
-def test_non_finite_queries_name_the_layer(method, value):
-    alignment = alignattn.Alignment(method)
+def test_non_finite_queries_name_the_layer(method, preset, value):
+    alignment = alignattn.Alignment(method, preset=preset)
     query = torch.randn(2, 2, 4, 8)
     query[0, 0, 0, 0] = value
     alignment.record(torch.randn(2, 2, 4, 8), torch.randn(2, 2, 4, 8), name="encoder.0")
     alignment.record(query, torch.randn(2, 2, 4, 8), name="encoder.1")
     with pytest.raises(NonFiniteError, match=r"queries or keys of encoder\.1\."):
         alignment.loss()
+
+
+def test_what_is_finite_in_double_precision_is_not_taken_for_infinite():
+    """Beyond single precision, and on no common scale."""
+    alignment = alignattn.Alignment("mmd", preset="paper")
+    query, key = (1e39 * torch.randn(2, 2, 5, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
+    alignment.record(query, key)
+    assert alignment.loss().isfinite()
 
 
 @pytest.mark.parametrize("method", ["gan", "ot", "ct", "mmd"])

@@ -102,6 +102,15 @@ def test_a_larger_shape_begins_anew_and_a_smaller_one_shares_the_memory():
     assert_alike(plain, replayed)
 
 
+def test_tokens_that_are_drawn_hand_their_gradients_back_to_their_places():
+    recorder = Recorder()
+    plain, expected = trained("mmd", None, steps=12, weight=0.5, max_tokens=4)
+    replayed, losses = trained("mmd", recorder, steps=12, weight=0.5, max_tokens=4)
+    assert recorder.played
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert_alike(plain, replayed)
+
+
 @pytest.mark.parametrize("how", ["two forwards", "kept graph", "frozen queries", "scaled"])
 def test_what_is_lent_is_not_written_over(how):
     gradients = []

@@ -1,5 +1,7 @@
 """Hooks that only find something out go when it is known; what they watched over is still watched."""
 
+import copy
+
 import pytest
 import torch
 
@@ -52,6 +54,50 @@ def test_a_module_that_gets_another_implementation_is_asked_again():
     alignment.detach()
 
 
+def test_a_module_that_gets_a_config_of_its_own_is_asked_again_and_no_other():
+    model, batch = make_model(SHAPE, CPU), make_batch(SHAPE, CPU)
+    alignment = alignattn.align(model, "mmd", recentre=False)
+    step = training_step(model, batch, "fp32")
+    step()
+    attention = model.bert.encoder.layer[1].attention.self
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+    attention.eval()  # which is not recorded: nothing is known of it when the next look is over
+    for _ in range(10):
+        step()
+    assert hooked(model) == ["bert.encoder.layer.1.attention.self"]
+    attention.train()
+    for _ in range(10):
+        step()
+    assert hooked(model) == [] and len(alignment.parts) == 2
+    alignment.detach()
+
+
+def test_keys_of_a_layer_that_was_left_out_at_first_are_recentred_later():
+    model, batch = make_model(SHAPE, CPU), make_batch(SHAPE, CPU)
+    alignment = alignattn.align(model, "mmd")
+    step, late = training_step(model, batch, "fp32"), model.bert.encoder.layer[1].attention.self
+    late.eval()
+    step()
+    assert "bert.encoder.layer.1.attention.self.key" in hooked(model)
+    late.train()
+    for _ in range(9):
+        step()
+    before = late.key.bias.detach().clone()
+    step()
+    assert (late.key.bias - before).norm() > 10 * 1e-5  # further than the optimizer moves it
+    assert hooked(model) == []
+    alignment.detach()
+
+
+def test_detaching_takes_hooks_away_that_were_never_settled():
+    model = make_model(SHAPE, CPU)
+    alignment = alignattn.align(model, "mmd")
+    assert hooked(model)
+    alignment.detach()
+    assert hooked(model) == []
+
+
 def test_modules_that_may_attend_elsewhere_are_asked_each_time():
     config = transformers.BartConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
@@ -60,7 +106,7 @@ def test_modules_that_may_attend_elsewhere_are_asked_each_time():
     )  # fmt: skip
     model = transformers.BartForConditionalGeneration(config).train()
     ids = torch.randint(3, 50, (4, 8), generator=torch.Generator().manual_seed(0))
-    alignment = alignattn.align(model, "mmd")
+    alignment = alignattn.align(model, "mmd", recentre=False)  # which would go on asking of cross-attention's keys
     before = [name for name in hooked(model) if name.endswith("attn")]
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):

@@ -27,8 +27,9 @@ def test_kernels_are_called_by_their_own_names(name, short):
 
 
 def test_time_in_which_several_run_beside_each_other_counts_once():
-    # 0 to 4 and 2 to 5 are five thousand microseconds together, 6 to 7 another thousand.
-    ran = [SimpleNamespace(time_range=SimpleNamespace(start=1e3 * a, end=1e3 * b)) for a, b in ((2, 5), (0, 4), (6, 7))]
+    # 0 to 4 and 2 to 5 are five thousand microseconds together, with 1 to 3 within; 6 to 7 another thousand.
+    times = ((2, 5), (0, 4), (6, 7), (1, 3))
+    ran = [SimpleNamespace(time_range=SimpleNamespace(start=1e3 * a, end=1e3 * b)) for a, b in times]
     assert profile._union(ran) == pytest.approx(6.0)
 
 

@@ -7,7 +7,7 @@ import torch
 from problems import random_problem, right_padding
 
 from alignattn.functional import adversarial, feature_distance
-from alignattn.matching.beside import joined, parts
+from alignattn.matching.beside import joined, parted, parts, together
 from alignattn.matching.game import game
 from alignattn.matching.networks import Discriminator, reverse_gradient
 
@@ -109,7 +109,29 @@ def test_queries_and_keys_that_lie_behind_each_other_are_joined_without_a_copy()
     for first, second in itertools.permutations((query, key)):
         expected = torch.cat([first.flatten(1, 3), second.flatten(1, 3)], 1)
         assert torch.equal(joined(first, second), expected)
+    two = query.view(2, 1, 3, 2, 2), key.view(2, 1, 3, 2, 2)  # layers: the keys of one come before another's queries
+    assert torch.equal(joined(*two), torch.cat([side.flatten(1, 3) for side in two], 1))
     apart = query.clone(), key.clone()
     assert torch.equal(joined(*apart), both.view(1, 24, 2))
+    for stranger in (
+        (query, (both + 1)[24:].view_as(key)),  # of another's memory
+        (both.view(1, 2, 3, 2, 4)[..., :2], key),  # as long, with gaps
+    ):
+        assert torch.equal(joined(*stranger), torch.cat([side.flatten(1, 3) for side in stranger], 1))
     gap = torch.arange(50.0)
     assert torch.equal(joined(gap[:24].view_as(query), gap[26:].view_as(key))[0, 12], torch.tensor([26.0, 27.0]))
+
+
+def test_what_networks_make_of_both_may_be_differentiated_twice():
+    """As a penalty on a critic's gradient is, in a matcher of one's own; that gradient may lie in one piece as well."""
+    query, key = (torch.randn(1, 2, 3, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def network(query, key):
+        return parted(together(query, key).pow(3), query, key)
+
+    assert torch.autograd.gradgradcheck(network, (query, key))
+    outer = torch.randn(48, dtype=torch.float64, requires_grad=True)
+    behind = [side.view(2, 3, 2, 2) for side in outer.split(24)]
+    first = torch.autograd.grad(network(query, key), (query, key), behind, create_graph=True)
+    (found,) = torch.autograd.grad(sum(side.sum() for side in first), outer)
+    torch.testing.assert_close(found, 3 * torch.cat([query.flatten(), key.flatten()]).square().detach())

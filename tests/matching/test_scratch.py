@@ -41,6 +41,12 @@ def test_dtypes_and_shapes_are_those_that_are_asked_for():
         assert scratch.empty((0, 4), LIKE).shape == (0, 4)
 
 
+def test_it_lies_where_it_is_asked_for_whatever_the_default_device_is():
+    with torch.device("meta"), Scratch().piece(reuses=True):
+        assert scratch.empty((6,), LIKE).device == LIKE.device
+        assert scratch.empty((6,), torch.zeros(1, device="meta")).is_meta  # and elsewhere nothing is kept
+
+
 def test_outside_of_a_piece_and_in_one_that_does_not_say_so_memory_is_fresh():
     mine = Scratch()
     kept = scratch.empty((6,), LIKE)
@@ -52,6 +58,7 @@ def test_outside_of_a_piece_and_in_one_that_does_not_say_so_memory_is_fresh():
         assert scratch.outliving(kept) is kept
         with Scratch().piece(reuses=False):
             assert not mine.holds(scratch.empty((6,), LIKE))
+        assert mine.holds(scratch.empty((6,), LIKE))  # back in the piece around it
     with mine.piece(reuses=False):
         assert not mine.holds(scratch.empty((6,), LIKE))
 
@@ -96,7 +103,7 @@ def test_a_piece_that_fails_leaves_it_usable():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_matching_gives_does_not_lie_where_the_next_one_works(method, monkeypatch):
-    monkeypatch.setitem(at_once.PIECE, "cpu", 1)
+    monkeypatch.setitem(at_once.PIECE, "cpu", 2 * 7 * 4)  # a problem
     matcher = METHODS[method][0](resolve(method, None, "stable", {}).matcher)
     matcher.ensure(["a"], 4, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -114,29 +121,59 @@ def test_what_a_matching_gives_does_not_lie_where_the_next_one_works(method, mon
     assert all(torch.equal(one, other) for one, other in zip(told, before, strict=True))
 
 
-def test_gradients_of_ones_own_matcher_are_not_said_to_be_ours():
-    class Constant(Matcher):
-        """Hands out one gradient for all, which it keeps."""
+def test_a_piece_that_cannot_be_cut_to_size_leaves_no_memory_behind(monkeypatch):
+    """A graph is matched whole: what that needs is free before the model's backward begins."""
+    monkeypatch.setitem(at_once.PIECE, "cpu", 2 * 2 * 9 * 4 - 1)
+    alignment = alignattn.Alignment("ct", matched_over="neighbourhoods")
+    sides = [torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(2)]
+    alignment.record(*sides, name="a", edges=(torch.arange(9), torch.arange(9).roll(1)))
+    alignment.loss().backward()
+    assert sides[0].grad.any() and not alignment.matcher.scratch._blocks
 
-        separable = True
 
-        def losses(self, query, key, query_mask, key_mask, names):
-            return (query + key).sum((-1, -2)).flatten(0, 1)
+class Own(Matcher):
+    """Says that it leaves nothing behind, which is for autograd to say too."""
 
-    matcher, sides = Constant(MatcherConfig()), [torch.randn(1, 2, 3, 5, 4) for _ in range(2)]
-    matcher.ensure(["a"], 4, torch.device("cpu"))
-    assert not at_once.differentiate(matcher, *sides, None, None, ["a"], torch.ones(1, 2, 3)).ours
+    separable = replayable = True
 
-    class SaysSo(Constant):
-        replayable = separable = True
+    def __init__(self, loss):
+        super().__init__(MatcherConfig())
+        self.loss = loss
 
-        def losses(self, query, key, query_mask, key_mask, names):
-            return super().losses(query, key, query_mask, key_mask, names)
+    def losses(self, query, key, query_mask, key_mask, names):
+        return self.loss(query, key).sum((-1, -2)).flatten(0, 1)
 
-    matcher = SaysSo(MatcherConfig())
-    matcher.ensure(["a"], 4, torch.device("cpu"))
-    found = at_once.differentiate(matcher, *sides, None, None, ["a"], torch.ones(1, 2, 3))
-    assert found.query.stride()[-1] == 0 and not found.ours  # one number for many
+
+@pytest.mark.parametrize(
+    ("loss", "ours"),
+    [
+        (lambda query, key: query + 2 * key, False),  # one number for many
+        (lambda query, key: (query + key).square(), False),  # one tensor for both
+        (lambda query, key: query.square() + key.square(), True),
+    ],
+)
+def test_gradients_are_ours_where_each_number_has_a_place_of_its_own(loss, ours):
+    sides = [torch.randn(1, 2, 3, 5, 4) for _ in range(2)]
+    assert at_once.differentiate(Own(loss), *sides, None, None, ["a"], torch.ones(1, 2, 3)).ours == ours
+    own = type("Silent", (Own,), {"losses": Own.losses})(loss)  # of which nobody said anything
+    assert not at_once.differentiate(own, *sides, None, None, ["a"], torch.ones(1, 2, 3)).ours
+
+
+def test_gradients_that_lie_where_the_next_matching_works_are_copied():
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tokens):
+            return 3 * tokens
+
+        @staticmethod
+        def backward(ctx, outer):
+            return torch.mul(outer, 3, out=scratch.empty(outer.shape, outer))
+
+    own = Own(lambda query, key: Tripled.apply(query) + Tripled.apply(key))
+    sides = [torch.randn(1, 2, 3, 5, 4) for _ in range(2)]
+    found = at_once.differentiate(own, *sides, None, None, ["a"], torch.ones(1, 2, 3))
+    at_once.differentiate(own, *sides, None, None, ["a"], torch.zeros(1, 2, 3))
+    assert own.scratch._blocks and (found.query == 3).all() and (found.key == 3).all()
 
 
 def test_detaching_gives_back_what_matching_worked_in():

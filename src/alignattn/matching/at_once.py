@@ -60,11 +60,12 @@ def differentiate(
     numbers [l] that are not finite where theirs are not; it is asked where the matcher does not find out by itself.
     """
     networks = _Networks(matcher)
-    reuses = matcher.leaves_nothing()
+    leaves_nothing = matcher.leaves_nothing()
     tokens = ((query, of_query), (key, of_key))
     of_tokens: list[Tensor | None] = [None, None]
     losses: Tensor | None = None
-    witness = None if look is None else query.new_empty(query.shape[:3], dtype=outer.dtype)
+    finite_in = torch.promote_types(query.dtype, outer.dtype)  # what is finite in double precision may not be in single
+    witness = None if look is None else query.new_empty(query.shape[:3], dtype=finite_in)
     for piece in _pieces(matcher, query, key):
         leaves = [side[piece].detach().requires_grad_(want) for side, want in tokens]
         masks = [None if mask is None else mask[piece[:2]] for mask in (query_mask, key_mask)]
@@ -72,6 +73,8 @@ def differentiate(
         layers = names[piece[0]]
         # The backward too: a user's autocast would take its products to half precision.
         as_ever = torch.autocast(query.device.type, enabled=False)
+        # One that could not be cut to size, a whole graph for one, would hold on to as much while the model runs.
+        reuses = leaves_nothing and sum(leaf.numel() for leaf in leaves) <= PIECE["cpu"]
         with matcher.scratch.piece(reuses=reuses), torch.enable_grad(), as_ever, networks.of(layers, query) as own:
             given = (leaves[0], leaves[1], masks[0], masks[1], layers)
             values: Tensor = functional_call(matcher, own, given) if own else matcher(*given)
@@ -92,7 +95,7 @@ def differentiate(
                 whole[piece] = 0.0
         networks.add(learning, arrived)
     assert losses is not None  # there is a piece at least
-    ours = in_place or (reuses and _are_apart(*of_tokens))
+    ours = in_place or (leaves_nothing and _are_apart(*of_tokens))
     return Differentiated(losses, of_tokens[0], of_tokens[1], networks.gradients(), witness, ours)
 
 

@@ -73,7 +73,7 @@ class _Parted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         of_query, of_key = (side.unflatten(0, (ctx.layers, -1)) for side in outer)
-        return joined(of_query, of_key), None, None
+        return together(of_query, of_key), None, None  # which may be differentiated in its turn
 
 
 def _are_adjacent(first: Tensor, second: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 A system hands out fresh memory page by page, when it is first written to: on a CPU that takes longer than most of what
 is computed there. So the temporary tensors of a piece of a matching lie where those of the piece before lay. None is
-used twice within a piece, and nothing that outlives one may lie there. Pieces are of bounded size (at_once.py), and so
-is this, however large the model.
+used twice within a piece, and nothing that outlives one may lie there. Only pieces of bounded size do so (at_once.py):
+so this is bounded too, however large the model.
 """
 
 import math
@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+BYTES: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}  # whatever the default of the process is
 
 
 class _Here(threading.local):
@@ -57,9 +59,9 @@ class Scratch:
         assert self._next is not None
         at, self._next = self._next, self._next + 1
         if at == len(self._blocks):
-            self._blocks.append(torch.empty(size, dtype=torch.uint8))
+            self._blocks.append(torch.empty(size, **BYTES))
         elif self._blocks[at].numel() < size:
-            self._blocks[at] = torch.empty(size, dtype=torch.uint8)
+            self._blocks[at] = torch.empty(size, **BYTES)
         return self._blocks[at]
 
     def holds(self, tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch import Tensor
 from alignattn.errors import CaptureError, ConfigError, ShapeError, checked
 from alignattn.matching import kernels, plans
 from alignattn.matching.ascent import ascending
+from alignattn.matching.carriers import Pair, critic_and_navigator
 from alignattn.matching.matcher import FINITE_INPUT, Edges, Matcher, NetworkConfig
 from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
@@ -193,9 +194,7 @@ class ConditionalMatcher(Matcher):
         fused = self._by_kernels(query, key, query_mask, key_mask, names)
         if fused is not None:
             return fused
-        around = reverse_gradient if config.navigator_ascends else lambda tensor: tensor
-        critics = self._criticised(query, key, names)
-        navigators = self.through("navigator", names, query, key, around=around)
+        critics, navigators = self._features(query, key, names)
         if self.asked:
             self.tell("critic_gap", _critic_gap(critics, query_mask, key_mask), len(critics[0]))
         if config.normalise_navigator:
@@ -228,8 +227,7 @@ class ConditionalMatcher(Matcher):
         navigator, _ = self.network("navigator", names, query)
         # Slices of a bank are taken within: autograd would make a whole bank of zeros for each weight.
         whole = None if isinstance(rows, slice) else rows
-        weights = [*critic.weights(query, whole), *navigator.first.of(query, whole, fixed=False)]
-        weights += navigator.second.of(query, whole, fixed=False)
+        weights = [*critic.weights(query, whole), *navigator.weights(query, whole)]
         if not config.standardise:  # which bounds what networks see
             query, key = (side.clamp(-FINITE_INPUT, FINITE_INPUT) for side in (query, key))
         return carriers.carried(
@@ -244,7 +242,20 @@ class ConditionalMatcher(Matcher):
             sign=-1.0 if config.navigator_ascends else 1.0,
         )
 
-    def _criticised(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Tensor, Tensor]:
+    def _features(self, query: Tensor, key: Tensor, names: list[str]) -> tuple[Pair, Pair]:
+        """Of critic and navigator."""
+        ascends = self.config.navigator_ascends
+        if kernels.serve(query, widest=kernels.HIGHWAY):
+            around = reverse_gradient if ascends else lambda tensor: tensor
+            return self._criticised(query, key, names), self.through("navigator", names, query, key, around=around)
+        critic, rows = self.network("critic", names, query)
+        navigator, _ = self.network("navigator", names, query)
+        if not self.config.standardise:  # which bounds what networks see
+            query, key = (side.clamp(-FINITE_INPUT, FINITE_INPUT) for side in (query, key))
+        weights = critic.weights(query, rows), navigator.weights(query, rows)
+        return critic_and_navigator(query, key, *weights, navigator_ascends=ascends)
+
+    def _criticised(self, query: Tensor, key: Tensor, names: list[str]) -> Pair:
         return self.through("critic", names, query, key, call=partial(ascending, products=self.products))
 
     def _edges_of(self, names: list[str]) -> Edges:

@@ -153,3 +153,7 @@ class Navigator(nn.Module):
     def forward(self, tokens: Float[Tensor, "l t d"], layers: Rows = None) -> Float[Tensor, "l t o"]:
         outputs: Tensor = self.second(F.relu(self.first(tokens, layers)), layers)
         return outputs
+
+    def weights(self, tokens: Float[Tensor, "*b d"], layers: Rows = None) -> list[Float[Tensor, "l _ _"]]:
+        """Weights and biases of first and second layer in turn, for these tokens."""
+        return [tensor for part in (self.first, self.second) for tensor in part.of(tokens, layers, fixed=False)]

@@ -20,10 +20,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alignattn.matching.tokens import chunks_of, cleared, unit_and_length
+from alignattn.matching import scratch
+from alignattn.matching.beside import room_for_both
+from alignattn.matching.tokens import chunks_of, cleared, to_direction
 
 LARGEST = 2**18  # numbers in a matrix: 512 × 512
-MATRICES = 4  # that are in use together
 HIDDEN = -1e30  # of padded tokens, in scores: beside any other, nothing
 
 
@@ -51,8 +52,8 @@ class _Problems(NamedTuple):
 
     units: tuple[Float[Tensor, "p n e"], Float[Tensor, "p m e"]]
     navigators: tuple[Float[Tensor, "p n f"], Float[Tensor, "p m f"]]
-    shares: tuple[Float[Tensor, "p n"], Float[Tensor, "p m"]]  # what a token counts
-    hidden: tuple[Float[Tensor, "p n"], Float[Tensor, "p m"]] | None  # zero, or HIDDEN at padding
+    shares: tuple[Float[Tensor, "p n 1"], Float[Tensor, "p 1 m"]]  # what a token counts
+    hidden: tuple[Float[Tensor, "p n 1"], Float[Tensor, "p 1 m"]] | None  # zero, or HIDDEN at padding
 
     def part(self, some: slice) -> "_Problems":
         return _Problems(*(None if pair is None else (pair[0][some], pair[1][some]) for pair in self))  # type: ignore[arg-type]
@@ -73,31 +74,41 @@ class _Transport(torch.autograd.Function):
         given = critic_query, critic_key, navigator_query, navigator_key
         masks = query_mask, key_mask
         features = [cleared(side, mask).flatten(0, 1) for side, mask in zip(given, masks * 2, strict=True)]
-        units, lengths = zip(*(unit_and_length(side) for side in features[:2]), strict=True)
-        beyond = [_beyond(side, largest) for side in features[2:]]
-        problems = _Problems(units, (features[2], features[3]), *_counted(given, masks, features[0].dtype))
-        losses = features[0].new_empty(len(features[0]))
-        gradients = [torch.empty_like(side) for side in features]
-        step = chunks_of(len(losses), MATRICES * critic_query.shape[2] * critic_key.shape[2], losses.device)
-        for start in range(0, len(losses), step):
+        units, navigators = (features[0], features[1]), (features[2], features[3])
+        lengths = [to_direction(side) for side in units]
+        beyond = [_beyond(side, largest) for side in navigators]
+        problems = _Problems(units, navigators, *_counted(given, masks, units[0].dtype))
+        means = [torch.empty_like(share) for share in problems.shares]
+        descents = [scratch.empty(side.shape, side) for side in features]
+        count, n, m = len(units[0]), critic_query.shape[2], critic_key.shape[2]
+        step = chunks_of(count, n * m, units[0].device)
+        matrices = [scratch.empty((step, n, m), units[0]) for _ in range(4)]
+        for start in range(0, count, step):
             part = slice(start, start + step)
-            losses[part] = _by_matrices(problems.part(part), [gradient[part] for gradient in gradients])
-        for gradient, unit, length in zip(gradients, units, lengths, strict=False):
-            along = torch.linalg.vecdot(gradient, unit)[..., None]
-            gradient.addcmul_(unit, along, value=-1).div_(length)
-        for gradient, places in zip(gradients[2:], beyond, strict=True):
+            rooms = [matrix[: count - start] for matrix in matrices]
+            _by_matrices(
+                problems.part(part), rooms, [mean[part] for mean in means], [descent[part] for descent in descents]
+            )
+        for descent, unit, length in zip(descents, units, lengths, strict=False):
+            along = torch.linalg.vecdot(descent, unit)[..., None]
+            descent.addcmul_(unit, along, value=-1).div_(length)
+        for descent, places in zip(descents[2:], beyond, strict=True):
             if places is not None:
-                gradient.masked_fill_(places, 0.0)
-        ctx.save_for_backward(*gradients)
+                descent.masked_fill_(places, 0.0)
+        ctx.save_for_backward(*descents)
         ctx.dtypes = [side.dtype for side in given]
-        return losses.view(critic_query.shape[:2])
+        of_sides = [(share * (1 - mean)).sum((1, 2)) for share, mean in zip(problems.shares, means, strict=True)]
+        return (of_sides[0] + of_sides[1]).view(critic_query.shape[:2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        up = -outer[0][..., None, None]
+        descents = [descent.unflatten(0, outer[0].shape) for descent in ctx.saved_tensors]
+        critics, navigators = (room_for_both(descents[i], descents[i + 1], up.dtype) for i in (0, 2))
         handed = [
-            (gradient.unflatten(0, outer[0].shape) * outer[0][..., None, None]).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            torch.mul(descent, up, out=room).to(dtype)
+            for descent, room, dtype in zip(descents, critics + navigators, ctx.dtypes, strict=True)
         ]
         return *handed, None, None, None
 
@@ -122,42 +133,38 @@ def _counted(
     ]
     counts = [side.sum(-1, keepdim=True) for side in valid]
     alive = (counts[0] * counts[1]).sign() / 2
-    shares = tuple(
-        (alive * side / count.clamp_min(1)).repeat_interleave(heads, 0)
-        for side, count in zip(valid, counts, strict=True)
-    )
+    shares = [alive * side / count.clamp_min(1) for side, count in zip(valid, counts, strict=True)]
     if masks == (None, None):
-        return shares, None
-    return shares, tuple((HIDDEN * (1 - side)).repeat_interleave(heads, 0) for side in valid)
+        return _along_matrices(shares, heads), None
+    return _along_matrices(shares, heads), _along_matrices([HIDDEN * (1 - side) for side in valid], heads)
 
 
-def _by_matrices(problems: _Problems, gradients: list[Tensor]) -> Float[Tensor, " p"]:
-    """The losses of some problems; gradients of units and navigators are written where they are to be.
+def _along_matrices(sides: list[Float[Tensor, "b _"]], heads: int) -> tuple[Tensor, ...]:
+    """Of each problem a column, of what its queries have, and a row."""
+    return tuple(side.repeat_interleave(heads, 0).unsqueeze(axis) for side, axis in zip(sides, (2, 1), strict=True))
+
+
+def _by_matrices(problems: _Problems, rooms: list[Tensor], means: list[Tensor], descents: list[Tensor]) -> None:
+    """Mean similarities, and the way down for units and navigators, are written where they are to be.
 
     Softmax is of powers of two: on CPUs those were measured at a third of exp.
     """
     units, navigators, shares, hidden = problems
+    scores, similar, to_keys, spare = rooms  # (p, n, m)
     to_bits = 1 / math.log(2)
     if hidden is None:
-        scores = (navigators[0] @ navigators[1].mT).mul_(to_bits)  # (p, n, m)
+        torch.bmm(navigators[0], navigators[1].mT, out=scores).mul_(to_bits)
     else:
-        scores = torch.baddbmm(hidden[1][:, None], navigators[0], navigators[1].mT, alpha=to_bits)
-        scores += hidden[0][..., None]
-    similar = units[0] @ units[1].mT
-    plans = (scores - scores.amax(2, keepdim=True)).exp2_(), scores.sub_(scores.amax(1, keepdim=True)).exp2_()
-    losses = torch.zeros_like(shares[0][:, 0])
-    means = []
-    for plan, share, along in ((plans[0], shares[0], 2), (plans[1], shares[1], 1)):
-        sums = plan.sum(along)
-        mean = (plan * similar).sum(along) / sums
-        losses += torch.linalg.vecdot(share, 1 - mean)
-        plan *= (share / sums).unsqueeze(along)
-        means.append(mean.unsqueeze(along))
-    both = plans[0] + plans[1]
-    pull = similar.mul_(both).addcmul_(plans[0], means[0], value=-1).addcmul_(plans[1], means[1], value=-1)
-    for matrix, pair, places in ((both, units, gradients[:2]), (pull, navigators, gradients[2:])):
+        torch.baddbmm(hidden[1], navigators[0], navigators[1].mT, alpha=to_bits, out=scores).add_(hidden[0])
+    torch.bmm(units[0], units[1].mT, out=similar)
+    torch.sub(scores, scores.amax(2, keepdim=True), out=to_keys).exp2_()
+    to_queries = scores.sub_(scores.amax(1, keepdim=True)).exp2_()
+    for plan, share, mean, along in ((to_keys, shares[0], means[0], 2), (to_queries, shares[1], means[1], 1)):
+        sums = plan.sum(along, keepdim=True)
+        torch.div(torch.mul(plan, similar, out=spare).sum(along, keepdim=True), sums, out=mean)
+        plan *= share / sums
+    both = torch.add(to_keys, to_queries, out=spare)
+    pull = similar.mul_(both).addcmul_(to_keys, means[0], value=-1).addcmul_(to_queries, means[1], value=-1)
+    for matrix, pair, places in ((both, units, descents[:2]), (pull, navigators, descents[2:])):
         torch.bmm(matrix, pair[1], out=places[0])
         torch.bmm(matrix.mT, pair[0], out=places[1])
-        for place in places:
-            place.neg_()
-    return losses

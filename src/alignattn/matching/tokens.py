@@ -165,16 +165,25 @@ def direction(tokens: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     having no direction, instead of a gradient of 1/|x|. Vectors longer than one are first divided by their largest
     entry, which changes no direction and keeps the square finite.
     """
-    return unit_and_length(tokens)[0]
-
-
-def unit_and_length(tokens: Float[Tensor, "*b d"]) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b 1"]]:
-    """The direction, and |x| as it is counted there."""
     scale = tokens.detach().abs().amax(-1, keepdim=True).clamp_min(1.0)
     tokens = tokens / scale
-    guard = 8 * torch.finfo(tokens.dtype).eps
-    inverse = torch.rsqrt(tokens.square().sum(-1, keepdim=True) + guard / scale.square())
-    return tokens * inverse, scale / inverse
+    return tokens * _one_over_length(tokens.square(), scale)
+
+
+def to_direction(tokens: Float[Tensor, "*b d"]) -> Float[Tensor, "*b 1"]:
+    """The same in place, of which autograd knows nothing; tells |x| as it is counted there."""
+    spare = scratch.empty(tokens.shape, tokens)
+    scale = torch.abs(tokens, out=spare).amax(-1, keepdim=True).clamp_min(1.0)
+    tokens /= scale
+    inverse = _one_over_length(torch.square(tokens, out=spare), scale)
+    tokens *= inverse
+    return scale / inverse
+
+
+def _one_over_length(squares: Float[Tensor, "*b d"], scale: Float[Tensor, "*b 1"]) -> Float[Tensor, "*b 1"]:
+    """Of vectors that were divided by their scale."""
+    guard = 8 * torch.finfo(squares.dtype).eps
+    return torch.rsqrt(squares.sum(-1, keepdim=True) + guard / scale.square())
 
 
 def chunks_of(problems: int, elements_per_problem: int, device: torch.device) -> int:

@@ -28,48 +28,55 @@ what was asked for. A bar that is missed says so.
 What the limit is: the table of what a step has to do counts it, products of matrices, calls, and the least that
 alignment can move. What a ratio is above that of the operations is the distance that is left.
 
+Behind a ratio stands the interval in which its median is to be looked for, in 19 cases of 20; of fewer than six
+rounds it is from the least to the most.
+
 On an H200 soft attention's step takes the device 11 ms at 32 × 128 and 21 ms at 16 × 512, and Python 25 to 50 ms, by
-the machine and the minute: it waits for Python, and for how long changes by more than a bar allows. See the quartiles:
-with these, a ratio says little about its second digit. What a method adds is told better by two numbers that do not
-change so ([profiles](../results/bench/h200-parts.txt), of a few commits before). At 16 × 512 the device has 8 ms more
-to do for MMD, 9 for OT and GAN, 10 for CT (GAN's kernels are others since then, and have not been profiled), a part of
-which is hidden beside a forward that waits for Python. And at 32 × 128 Python has 3 ms more to do for MMD, 4 for OT and
-GAN, 5 for CT, of 24 where it is fast: the capture of twelve layers, the gradients handed to twelve queries and keys,
-the adversary's step; and in every tenth step a look at all gradients, of 5 ms. It is spread thin: the largest part of
-it is a tenth. That, and not what kernels compute, is the distance that is left at 32 × 128. What is recorded takes
-Python little now: CT's 1,400 small steps took 2.4 ms to launch, the 250 that it is today 0.3.
+the machine and the minute: it waits for Python, and for how long changes by more than a bar allows. The intervals say
+so: with these, a ratio says little about its first digit behind the point. What a method adds is told better by two
+numbers that do not change so. One is what the device has to do: at 16 × 512, of each of twelve layers, 0.54 ms for
+GAN, 0.55 for MMD, 0.70 for OT and 0.77 for CT ([each by itself](../results/bench/h200-variants.txt), before MMD's and
+CT's kernels took the faster forms that were found there): 6.5 to 9.3 ms beside soft attention's 21, of which a part
+is hidden beside a forward that waits for Python. Counted, a GAN's step moves 6.6 GB more, each of 22 passes over all
+queries and keys as they are and as they are computed with: at the 4.3 TB a second at which that device copies, 1.5
+ms. The rest is what its networks take, there and back: their gradient's sums fill the registers, so that a processor
+holds one program, and waits with it. The other is what Python has to do. Where matchings are recorded and nobody
+plays them, steps of twelve layers take 1.10 to 1.13 of soft attention's, with a look at all gradients in every tenth
+([how](../results/bench/python-part.txt)): so much is left of a step that waits for Python, whatever kernels take. It
+is spread thin: twelve layers are captured, gradients handed to twelve queries and keys, the adversary steps.
 
-So of whole steps OT keeps to its bars by far. MMD keeps to the longer one, and CT misses the shorter by two hundredths,
-which this run cannot tell from noise in either case; GAN misses both of its bars, CT the longer one and MMD the
-shorter.
+So of whole steps OT keeps to both of its bars, CT and MMD to the shorter one. GAN misses both, CT and MMD the longer
+one. In the run before, of a few commits before, MMD kept to the longer one, at 1.10, and missed the shorter one: both
+runs are below, and neither tells the second digit.
 
-Memory of steps there counts what records hold. At 16 × 512, where 1.15 was asked for, MMD and OT keep to it, and CT
-needs two thousandths more. For GAN the run told too little once more, and no figure stands there: what records of the
-case before had worked in was given back meanwhile. (The bench gives it back first since then.) At 32 × 128, where no
-bar is, what records work in is a larger share of a smaller step. Evaluation with alignment attached asks of every layer
-whether anybody looks: microseconds, which show where a forward waits for Python, and not on a CPU.
+Memory of steps there counts what records hold. At 16 × 512, where 1.15 was asked for, GAN, MMD and OT keep to it, and
+CT needs six thousandths more. At 32 × 128, where no bar is, what records work in is a larger share of a smaller step.
+Evaluation with alignment attached was measured when every layer was still asked whether anybody looks: microseconds,
+which show where a forward waits for Python, and not on a CPU. Since then modules that are known are called as they
+are.
 
-By length, what was asked for is at most twice attention's memory at 8192 tokens: all methods kept to it when that was
-measured, and with the kernels as they are now, of which it was counted
-([how](../results/bench/interpreted-memory.txt)): 1.17 for CT, 1.21 for GAN, 1.27 for MMD and 1.29 for OT. Times by
-length and by layers are those of kernels before.
+By length, what was asked for is at most twice attention's memory at 8192 tokens: all methods need 1.04 to 1.12 of it,
+and in the time of 3 to 6 of attention's own forward and backward. Times by layers are those of kernels before.
 
 Sinkhorn was asked to be ten times as fast as its peers on an accelerator. It is beside geomloss, where that comes to
 the same precision; at 8192 tokens that was not waited for. Beside POT it is twelve times as fast at 8192 tokens, in
-less than a hundredth of the memory, and 6.8 times at 512. Products are made of halves, two numbers of half precision
-for each, which is twice as fast as of TF32 parts and no less precise. Where problems are short, their scores are held
-in memory and each is solved by one program, in one launch: iterations of two launches take Python longer than the
-device. Of the time for 512 tokens, the iterations are about half ([each by
-itself](../results/bench/h200-sinkhorn-sweep.txt)), and most of the rest is Python's.
+less than a hundredth of the memory, and 6.8 times at 512, measured before its value took five launches instead of two
+dozen. Products are made of halves, two numbers of half precision for each, which is twice as fast as of TF32 parts
+and no less precise. Where problems are short, their scores are held in memory and each is solved by one program, in
+one launch: iterations of two launches take Python longer than the device. Of the time for 512 tokens, the iterations
+are about half ([each by itself](../results/bench/h200-sinkhorn-sweep.txt)), and most of the rest is Python's.
 
-What fewer tokens or layers do to the estimate was measured on a CPU, as it does not depend on the machine: a quarter of
-the tokens keeps the direction of the gradient better than half of the layers does. Under `torch.compile` the matching
-is one operator, and on a CPU costs about what it does elsewhere; on an H200 it trains as plain code does
-(tests/test_cuda.py), and what it costs there has not been measured. The tests that ran there are in
-[h200-tests.txt](../results/bench/h200-tests.txt).
+What fewer tokens or layers do to the estimate was measured on a CPU, as it does not depend on the machine: a quarter
+of the tokens keeps the direction of the gradient better than half of the layers does.
 
-Two CPU cores shared with other work are a rough measure: see the quartiles. GAN's networks are a twentieth of a step's
-operations, and what they make of queries and keys is twice as many numbers.
+Under `torch.compile` the matching is one operator. On an H200 it misses its bars for every method but OT, each
+measured in a process of its own: soft attention takes 17 to 19 ms then, near the 11 that the device needs, and the
+matching is beside nothing: it begins when the forward is over. It takes half as much memory again, too, as an
+operator hands out memory of its own, and so does what multiplies that. On a CPU it costs about what it does
+elsewhere. The tests that ran on the H200 are in [h200-tests.txt](../results/bench/h200-tests.txt).
+
+Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its networks
+are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.
 """
 
 # Whole steps, by the machine's kind and the case: asked for.

@@ -36,7 +36,7 @@ class Form(NamedTuple):
     stages: int
 
 
-# Of the first kernel and of the second: of the forms that were tried each the fastest on an H200 (results/bench/h200-variants.txt).
+# Of the first kernel and of the second, each the fastest of those tried on an H200 (results/bench/h200-variants.txt).
 FIRST, SECOND = Form(64, 64, 4, 1), Form(64, 32, 4, 1)
 
 

@@ -458,6 +458,21 @@ def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
     torch.testing.assert_close(whole[:, :, :5], part)
 
 
+@inside
+@pytest.mark.parametrize(("n", "m"), [(18, 18), (5, 21)])
+def test_what_is_on_one_scale_is_one_tensor_already(n, m):
+    """Else whoever takes queries and keys together copies both, and a record keeps room for that."""
+    from alignattn.matching.beside import joined
+    from alignattn.matching.scale import standardise
+
+    query, key, masks = sides(2, n, m, 16, masked=True)
+    scaled = standardise(*(t.to(DEVICE, torch.float32) for t in (query, key)), *(mask.to(DEVICE) for mask in masks))
+    layer = [side[None] for side in scaled]
+    tokens = joined(*layer)
+    assert tokens.data_ptr() == scaled[0].data_ptr()
+    assert torch.equal(tokens, torch.cat([side.flatten(1, 3) for side in layer], 1))
+
+
 # The networks' trunk
 
 

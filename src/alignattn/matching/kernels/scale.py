@@ -136,7 +136,10 @@ def forward(
     Those that came in half precision are rounded to what products will take of them.
     """
     samples, heads = query.shape[:2]
-    scaled = [torch.empty(side.shape, dtype=torch.float32, device=side.device) for side in (query, key)]
+    sides = query, key
+    # One behind the other: they are one tensor then to whoever takes them together (beside.py).
+    both = query.new_empty(query.numel() + key.numel(), dtype=torch.float32).split([side.numel() for side in sides])
+    scaled = [part.view(side.shape) for part, side in zip(both, sides, strict=True)]
     inverse, counts = (torch.empty(samples, heads, dtype=torch.float32, device=query.device) for _ in range(2))
     query, key = (side if side.stride(3) == 1 else side.contiguous() for side in (query, key))
     given = query, key, *as_bytes(query_mask, key_mask, query)

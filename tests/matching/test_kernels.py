@@ -960,8 +960,9 @@ def test_transport_with_its_networks_is_transport_of_what_they_answer(options, n
     assert len(launched) == 7
     carrying(monkeypatch, served=False)
     # Halves round features to eleven bits, after sums that were made in another order; and of one token all that the
-    # navigator feels is rounding. How precise either way is, the tests beside fp64 tell.
-    share = 2e-5 if dtype == torch.float32 else 2e-2
+    # navigator feels is rounding. How precise either way is, the tests beside fp64 tell. With numbers cut to eleven
+    # bits, as a device cuts them, the interpreter has both ways 1.3 % apart, and on an H200 one was beyond 2 %.
+    share = 2e-5 if dtype == torch.float32 else 4e-2
     close(told, found(query, key, masks, dtype), share if options.get("standardise", True) else 5 * share)
     if options.get("mask_padding", True):
         assert not told[0][0, 1].any() and not told[1][0, 1].any() and not told[2][0, 1].any()

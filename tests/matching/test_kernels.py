@@ -1008,7 +1008,7 @@ def test_transport_does_not_depend_on_what_is_matched_beside(monkeypatch):
 
 
 @inside
-@pytest.mark.parametrize("form", ["narrow", "wide", "small", "light"])
+@pytest.mark.parametrize("form", [(128, 32, 8, 2), (128, 64, 8, 2), (64, 64, 4, 1), (64, 32, 4, 1)], ids=str)
 def test_tiles_of_any_form_make_the_same_transport(form, monkeypatch):
     from alignattn.matching.kernels import choices
 
@@ -1016,8 +1016,8 @@ def test_tiles_of_any_form_make_the_same_transport(form, monkeypatch):
     query, key, masks = layered(130, 40, 16, masked=True)
     query, key = query.bfloat16().double(), key.bfloat16().double()
     expected = found(query, key, masks, torch.bfloat16)
-    monkeypatch.setattr(choices, "FIRST", form)
-    monkeypatch.setattr(choices, "SECOND", form)
+    monkeypatch.setattr(choices, "FIRST", choices.Form(*form))
+    monkeypatch.setattr(choices, "SECOND", choices.Form(*form))
     close(found(query, key, masks, torch.bfloat16), expected, 1e-2)
 
 

@@ -37,13 +37,13 @@ so: with these, a ratio says little about its first digit behind the point. What
 numbers that do not change so. One is what the device has to do: at 16 × 512, of each of twelve layers, 0.54 ms for
 GAN, 0.55 for MMD, 0.70 for OT and 0.77 for CT ([each by itself](../results/bench/h200-variants.txt), before MMD's and
 CT's kernels took the faster forms that were found there): 6.5 to 9.3 ms beside soft attention's 21, of which a part
-is hidden beside a forward that waits for Python. Counted, a GAN's step moves 6.6 GB more, each of 22 passes over all
-queries and keys as they are and as they are computed with: at the 4.3 TB a second at which that device copies, 1.5
-ms. The rest is what its networks take, there and back: their gradient's sums fill the registers, so that a processor
-holds one program, and waits with it. The other is what Python has to do. Where matchings are recorded and nobody
-plays them, steps of twelve layers take 1.10 to 1.13 of soft attention's, with a look at all gradients in every tenth
-([how](../results/bench/python-part.txt)): so much is left of a step that waits for Python, whatever kernels take. It
-is spread thin: twelve layers are captured, gradients handed to twelve queries and keys, the adversary steps.
+is hidden beside a forward that waits for Python. Counted, a GAN's step moves 7 GB more, in 23 passes over queries and
+keys, which takes 1.6 ms at the rate at which that device copies. The rest is what its networks take, there and back:
+their gradient's sums fill the registers, so that a processor holds one program, and waits with it. The other is what
+Python has to do. Where matchings are recorded and nobody plays them, steps of twelve layers take 1.10 to 1.13 of soft
+attention's, with a look at all gradients in every tenth ([how](../results/bench/python-part.txt)): so much is left of
+a step that waits for Python, whatever kernels take. It is spread thin: twelve layers are captured, gradients handed
+to twelve queries and keys, the adversary steps.
 
 So of whole steps OT keeps to both of its bars, CT and MMD to the shorter one. GAN misses both, CT and MMD the longer
 one. In the run before, of a few commits before, MMD kept to the longer one, at 1.10, and missed the shorter one: both
@@ -71,13 +71,13 @@ What fewer tokens or layers do to the estimate was measured on a CPU, as it does
 of the tokens keeps the direction of the gradient better than half of the layers does.
 
 Under `torch.compile` the matching is one operator. On an H200 it misses its bars for every method but OT, each
-measured in a process of its own: soft attention takes 17 to 19 ms then, near the 11 that the device needs, and the
+measured in a process of its own: soft attention takes 17 to 20 ms then, nearer the 11 that the device needs, and the
 matching is beside nothing: it begins when the forward is over. It takes half as much memory again, too, as an
 operator hands out memory of its own, and so does what multiplies that. On a CPU it costs about what it does
 elsewhere. The tests that ran on the H200 are in [h200-tests.txt](../results/bench/h200-tests.txt).
 
-Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its networks
-are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.
+Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its
+networks are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.
 """
 
 # Whole steps, by the machine's kind and the case: asked for.

@@ -38,16 +38,18 @@ numbers that do not change so. One is what the device has to do: at 16 × 512, o
 GAN, 0.55 for MMD, 0.70 for OT and 0.77 for CT ([each by itself](../results/bench/h200-variants.txt), before MMD's and
 CT's kernels took the faster forms that were found there): 6.5 to 9.3 ms beside soft attention's 21, of which a part
 is hidden beside a forward that waits for Python. Counted, a GAN's step moves 7 GB more, in 23 passes over queries and
-keys, which takes 1.6 ms at the rate at which that device copies. The rest is what its networks take, there and back:
-their gradient's sums fill the registers, so that a processor holds one program, and waits with it. The other is what
-Python has to do. Where matchings are recorded and nobody plays them, steps of twelve layers take 1.10 to 1.13 of soft
-attention's, with a look at all gradients in every tenth ([how](../results/bench/python-part.txt)): so much is left of
-a step that waits for Python, whatever kernels take. It is spread thin: twelve layers are captured, gradients handed
-to twelve queries and keys, the adversary steps.
+keys, which takes 1.6 ms at the rate at which that device copies. How the rest is shared among kernels has not been
+profiled since they are as they are; what ptxas tells is that the way back of GAN's networks takes all 255 registers,
+with which a processor holds one program. The other is what Python has to do. On a CPU, where matchings are recorded
+and nobody plays them, steps of twelve narrow layers take 1.10 to 1.13 of soft attention's, with a look at all
+gradients in every tenth ([how](../results/bench/python-part.txt)): about so much may be left of a step that waits for
+Python, whatever kernels take. It is spread thin: twelve layers are captured, gradients handed to twelve queries and
+keys, the adversary steps.
 
-So of whole steps OT keeps to both of its bars, CT and MMD to the shorter one. GAN misses both, CT and MMD the longer
-one. In the run before, of a few commits before, MMD kept to the longer one, at 1.10, and missed the shorter one: both
-runs are below, and neither tells the second digit.
+So of whole steps OT keeps to both of its bars. By their medians CT and MMD keep to the shorter one and miss the
+longer, and GAN misses both. By their intervals one miss is certain, GAN's at 32 × 128; in all other cases of these
+three the interval holds the bar. In the run before, of a few commits before, MMD kept to the longer one, at 1.10, and
+missed the shorter: both runs are below.
 
 Memory of steps there counts what records hold. At 16 × 512, where 1.15 was asked for, GAN, MMD and OT keep to it, and
 CT needed six thousandths more; 48 MiB less since then, by count ([how](../results/bench/record-memory.txt)), which is
@@ -71,10 +73,10 @@ What fewer tokens or layers do to the estimate was measured on a CPU, as it does
 of the tokens keeps the direction of the gradient better than half of the layers does.
 
 Under `torch.compile` the matching is one operator. On an H200 it misses its bars for every method but OT, each
-measured in a process of its own: soft attention takes 17 to 20 ms then, nearer the 11 that the device needs, and the
-matching is beside nothing: it begins when the forward is over. It takes half as much memory again, too, as an
-operator hands out memory of its own, and so does what multiplies that. On a CPU it costs about what it does
-elsewhere. The tests that ran on the H200 are in [h200-tests.txt](../results/bench/h200-tests.txt).
+measured in a process of its own: soft attention takes 17 to 20 ms then, of which the 4 to 7 that a matching adds are
+more than of 33. Where they go has not been profiled. It takes half as much memory again, too: the operator copies out
+what it hands to the backward. On a CPU it costs about what it does elsewhere. The tests that ran on the H200 are in
+[h200-tests.txt](../results/bench/h200-tests.txt).
 
 Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its
 networks are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.

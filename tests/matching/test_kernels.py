@@ -962,8 +962,9 @@ def test_transport_with_its_networks_is_transport_of_what_they_answer(options, n
     # Halves round features to eleven bits, after sums that were made in another order; and of one token all that the
     # navigator feels is rounding. How precise either way is, the tests beside fp64 tell. With numbers cut to eleven
     # bits, as a device cuts them, the interpreter has both ways 1.3 % apart, and on an H200 one was beyond 2 %.
-    share = 2e-5 if dtype == torch.float32 else 4e-2
-    close(told, found(query, key, masks, dtype), share if options.get("standardise", True) else 5 * share)
+    on_one_scale, as_they_are = (2e-5, 1e-4) if dtype == torch.float32 else (4e-2, 1e-1)
+    share = on_one_scale if options.get("standardise", True) else as_they_are
+    close(told, found(query, key, masks, dtype), share)
     if options.get("mask_padding", True):
         assert not told[0][0, 1].any() and not told[1][0, 1].any() and not told[2][0, 1].any()
 

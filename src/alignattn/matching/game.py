@@ -127,6 +127,6 @@ def _of_last(
 ) -> Float[Tensor, "l k 1"]:
     """Σ f a over all tokens: of features about the centre of their problem, and of that centre."""
     of_problems = torch.stack([side.sum((3, 4)) for side in parts(of_answers, shapes)]).sum(0)  # (l, b, h)
-    # As a row: a column is a product that takes a CPU nine times as long.
+    # As a row: for a CPU a product of one column is by far the slower one.
     of_last = over_tokens(of_answers, about_centre) + (measured.centre * of_problems[..., None]).sum((1, 2))[:, None]
     return of_last.mT

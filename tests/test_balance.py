@@ -61,6 +61,32 @@ def test_the_share_in_the_logs_is_that_of_gradients_taken_apart(still, batch, me
     assert alignment.meter.read()["alignment_share"] == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("many", [1, 3000, 2**40])
+@pytest.mark.parametrize("layers", [None, -1])
+def test_gradients_that_are_measured_together_give_the_share_of_those_that_are_measured_each(
+    still, batch, many, layers, monkeypatch
+):
+    """As on an accelerator: some at a time, or all when the backward is over."""
+    shares, calls = [], []
+    plain = torch._foreach_norm
+    monkeypatch.setattr(
+        torch, "_foreach_norm", lambda some, *rest, **more: calls.append(some) or plain(some, *rest, **more)
+    )
+    for at_once in ({"cpu": 0}, {}):
+        monkeypatch.setattr(balance, "AT_ONCE", at_once)
+        monkeypatch.setattr(balance, "MANY", many)
+        model = copy.deepcopy(still)
+        alignment = alignattn.align(model, "mmd", weight=0.7, layers=layers)
+        calls.clear()
+        for _ in range(2):  # batches of one update
+            model(**batch).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        shares.append(alignment.meter.read()["alignment_share"])
+    assert shares[1] == pytest.approx(shares[0], rel=1e-5)
+    assert sum(map(len, calls)) == 2 * 2 * len(alignment.parts)
+    assert max(map(len, calls)) == {1: 1, 2**40: 2 * len(alignment.parts)}.get(many, max(map(len, calls)))
+
+
 def test_with_projections_it_is_the_share_before_the_gradient_stops(still, batch):
     layer = {"layers": 0}
     model = copy.deepcopy(still)

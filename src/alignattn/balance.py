@@ -17,14 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from alignattn.capture import Source
-from alignattn.capture.hook import is_compiled_output
+from alignattn.capture.hook import is_compiled_backward, is_compiled_output
 from alignattn.errors import ConfigError
 from alignattn.processes import several
 
 EVERY = 10  # updates
+# Numbers in gradients that are measured together: more would show in what a step needs. A CPU gains nothing by it.
+MANY, AT_ONCE = 3 * 2**22, {"cpu": 0}
 BEGINNING = 30  # updates, in which the chosen weight may also rise
 # Of the logarithm of the fair weight, from one look to the next. Longer where a weight that only falls would follow
 # every dip of the noise.
@@ -54,6 +57,8 @@ class Balance:
         # Norms of parts of either, since the last backward: added up together, as a device waits for Python.
         self._aligned: list[Tensor] = []
         self._task: list[Tensor] = []
+        # Gradients in the backward under way that are still to be measured, each with what alignment gave to it.
+        self._arrived: list[tuple[Tensor, Tensor | None]] = []
         # What alignment has given to some rows of a weight in the backward under way, and the hook that waits there.
         self._meetings: dict[tuple[int, int], list[tuple[Tensor, Weight]]] = {}
         self._handles: list[RemovableHandle] = []
@@ -86,7 +91,7 @@ class Balance:
 
             def of_task(total: Tensor | None) -> None:
                 if total is not None and not self.paused:
-                    self._task.append(_norm(total))
+                    self._measure_soon(total, None)
 
             tokens.register_hook(of_task)
             return lambda norm, _: self._aligned.append(norm)
@@ -96,10 +101,31 @@ class Balance:
             if own and total is not None:
                 norm, handed = own.pop()
                 self._aligned.append(norm)
-                self._task.append(_norm(total, without=handed))
+                self._measure_soon(total, handed)
 
         tokens.register_hook(both)
         return lambda norm, handed: own.append((norm, handed))
+
+    @torch.no_grad()
+    def _measure_soon(self, total: Tensor, handed: Tensor | None) -> None:
+        """The task's part of a gradient: with others at once, as devices wait for Python, within this backward."""
+        self._arrived.append((total, handed))
+        many = AT_ONCE.get(total.device.type, MANY)
+        if sum(one.numel() for one, _ in self._arrived) >= many or is_compiled_backward():
+            self._measure_arrived()
+        elif len(self._arrived) == 1:
+            Variable._execution_engine.queue_callback(self._measure_arrived)
+
+    @torch.no_grad()
+    def _measure_arrived(self) -> None:
+        kinds: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
+        for total, handed in self._arrived:
+            kinds.setdefault((total.device, total.dtype, handed is None), []).append((total, handed))
+        self._arrived.clear()
+        for some in kinds.values():
+            left, without = [total for total, _ in some], [handed for _, handed in some if handed is not None]
+            left = list(torch._foreach_sub(left, without)) if without else left
+            self._task += torch._foreach_norm(left, 2, dtype=_summed_in(left[0]))
 
     def _sees(self, tokens: Tensor, *, at_weights: bool) -> bool:
         """Whether both gradients come by at these tokens, or at the weights that copies were made with."""
@@ -150,6 +176,7 @@ class Balance:
         self._meetings.clear()
         self._aligned.clear()
         self._task.clear()
+        self._arrived.clear()
         self._squares, self._watches = None, False
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ With `generator="model"` those of queries and keys go to queries and keys, and o
 of those outputs: they reach the projections' parameters and stop there.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from alignattn.balance import Balance, MeetHanded, Weight, norms
 from alignattn.capture import Projected, QueryKey, Source
-from alignattn.capture.hook import is_compiled_output
+from alignattn.capture.hook import is_compiled_backward, is_compiled_output
 from alignattn.capture.standin import stand_in
 from alignattn.errors import CaptureError
 from alignattn.precision import at_least_single, has_kernel, times
@@ -131,8 +130,21 @@ class Delivery:
             known = [(tokens, own.alone()) for tokens, own in pairs if own is not None]
             for target, back in _taken_back(record, known):
                 self.to(target, back, factor)
-        if balance is None:
-            return
+        if balance is not None:
+            self.show(record, of_query, of_key, weight, scale=scale, through=through, balance=balance)
+
+    def show(
+        self,
+        record: QueryKey,
+        of_query: Slice | None,
+        of_key: Slice | None,
+        weight: Weight,
+        *,
+        scale: float,
+        through: bool,
+        balance: Balance,
+    ) -> None:
+        """The gradients of its queries and keys, which are handed to them or to their projections, are looked at."""
         sides = ((record.query, record.query_source, of_query), (record.key, record.key_source, of_key))
         for tokens, source, gradient in sides:  # from here on: the way back, above, calls hooks too
             if gradient is not None and source is not None:
@@ -155,6 +167,14 @@ class Delivery:
             self._told.append(
                 lambda outer: meet(at_least_single(gradient) * (outer / scale).to(gradient.device), weight, source)
             )
+
+    def known(self) -> list[tuple[Tensor, Tensor]]:
+        """Each target, and what it is to be handed, without its factor and only as long as leases are held."""
+        wholes = [whole for _, whole, _, _ in self._wholes.values()]
+        cut = {number for number, at in self._places if at is not None}
+        parts = {number: wholes[number].unbind() for number in cut}
+        given = (wholes[number] if at is None else parts[number][at] for number, at in self._places)
+        return list(zip(self._targets, given, strict=True))
 
     def term(self, weight: Weight, values: Tensor) -> Tensor:
         """The weighted sum of these values, whose backward hands out the gradients."""
@@ -220,7 +240,7 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         again = _comes_again()
         cut = {which for which, at in ctx.places if at is not None}
-        over = set() if again or _is_compiled() else cut - ctx.spared
+        over = set() if again or is_compiled_backward() else cut - ctx.spared
         (met, told), ctx.looks = ctx.looks, ((), ())
         for tell in told:  # of gradients as they were
             tell(outer[0])
@@ -282,12 +302,6 @@ def _is_smaller(node: Any, number: int) -> bool:
         return bool(node.variable.ndim < 2)
     known = getattr(node, "_input_metadata", None)  # not in older torch
     return known is not None and len(known[number].shape) < 2
-
-
-def _is_compiled() -> bool:
-    """Whether the backward itself is compiled code, which knows nothing of its end."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(getattr(module, "in_compiled_autograd_region", False)) or torch.compiler.is_compiling()
 
 
 def _scaled(

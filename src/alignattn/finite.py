@@ -29,9 +29,9 @@ class FiniteCheck:
             return
         self._pending.append((names, Arriving(finite)))
 
-    def look(self) -> None:
-        """Raise for what has arrived since."""
-        while self._pending and self._pending[0][1].are_here():
+    def look(self, *, but: int = 0) -> None:
+        """Raise for what has arrived since; the last `but` so many are asked for later, as to ask takes its time."""
+        while len(self._pending) > but and self._pending[0][1].are_here():
             names, finite = self._pending.popleft()
             _raise_for(names, finite.values())
 

@@ -127,6 +127,19 @@ class Objective:
         every_layer: bool = True,
     ) -> tuple[Tensor, Parts]:
         """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
+        handed, values, parts = self.gathered(forwards, weight, watchers, balance, every_layer=every_layer)
+        return handed.term(weight, values), parts
+
+    def gathered(
+        self,
+        forwards: Forwards,
+        weight: Weight,
+        watchers: Watchers,
+        balance: Balance | None = None,
+        *,
+        every_layer: bool = True,
+    ) -> tuple[Delivery, Tensor, Parts]:
+        """What is to be delivered to whom, values whose sum is the total without its weight, and each layer's part."""
         shares = self.shares([len(some) for some in forwards])
         records = [record for some in forwards for record in some]
         self.counted = 1
@@ -166,7 +179,7 @@ class Objective:
                 handed.to(parameter, gradient, of_networks_factor)
         order = [place for places in parts for place in places]
         alone = dict(zip(order, _without_shares(values, [shares[place] for place in order]), strict=True))
-        return handed.term(weight, values), parts_of(rows, [alone[place] for place in range(len(rows))])
+        return handed, values, parts_of(rows, [alone[place] for place in range(len(rows))])
 
     def _hand(
         self,
@@ -182,9 +195,12 @@ class Objective:
         """The calls at these places are to get their gradients: as recorded, apart from their graph, and unpacked."""
         records, leaves, rows = forms
         some = [records[place] for place in places]
-        as_ever = leaves is records and balance is None and self.config.generator == "model"
+        as_ever = leaves is records and self.config.generator == "model"
         if as_ever and one.of_both is not None and all(record.kept for record in some):
             handed.to_layers(some, one.together(), factor)  # nothing is to be done for each by itself
+            if balance is not None:
+                for at, record in enumerate(some):
+                    handed.show(record, *one.slices(at), weight, scale=scale, through=True, balance=balance)
             return
         for at, place in enumerate(places):
             own = one.slices(at)

@@ -16,6 +16,7 @@ from alignattn.balance import Weight
 from alignattn.capture import QueryKey, Site
 from alignattn.capture.hook import in_backward
 from alignattn.config import AlignmentConfig
+from alignattn.delivery import Delivery
 from alignattn.finite import FiniteCheck
 from alignattn.matching.matcher import Matcher
 from alignattn.objective import Objective, Parts, Watcher
@@ -120,7 +121,7 @@ class Terms:
         named = self.matcher.named_parameters()
         return [one for name, one in named if not name.startswith("banks.") or any(map(name.startswith, banks))]
 
-    def run(self, forwards: list[list[QueryKey]]) -> tuple[Tensor, Parts, float]:
+    def run(self, forwards: list[list[QueryKey]]) -> tuple[Tensor, Parts, float, Delivery]:
         """The operator runs: compiled code cannot read the clock, being compiled for one number of it; this can."""
         self.compiled = True
         records = [record for some in forwards for record in some]
@@ -132,8 +133,8 @@ class Terms:
         looks = strength.looks and not again
         self.matcher.asked = looks
         objective.thinning.begin(strength.closed, again=again)
-        total, parts = objective(forwards, 1.0, self._watchers(records, looks=looks))
-        return total, parts, objective.scale(records, objective.shares([len(some) for some in forwards]))
+        handed, values, parts = objective.gathered(forwards, 1.0, self._watchers(records, looks=looks))
+        return values.sum(), parts, objective.scale(records, objective.shares([len(some) for some in forwards])), handed
 
     def _watchers(self, records: list[QueryKey], *, looks: bool) -> list[Watcher]:
         """What looks at queries and keys while they are matched."""

@@ -5,7 +5,7 @@ cannot decide anything by what it computes. As an operator it is what it is else
 records that are replayed, heads left alone, tokens drawn anew. What it hands to the backward are gradients that are
 known already.
 
-    alignattn::match: queries, keys, networks -> total, parts [labels], scale, scale * gradients of all of them
+    alignattn::gradients: queries, keys, networks -> total, parts [labels], scale, scale * gradients of all of them
 """
 
 import itertools
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from alignattn.balance import Weight
 from alignattn.capture import QueryKey
-from alignattn.delivery import COMPILED, scale_gradient
+from alignattn.delivery import COMPILED, Delivery, scale_gradient
 from alignattn.errors import AlignmentError, CaptureError
 from alignattn.objective import Forwards, Parts, is_nothing, label_of
 from alignattn.precision import at_least_single
@@ -33,8 +33,8 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
 class Matching(Protocol):
     """What an operator calls, when it runs."""
 
-    def run(self, forwards: Forwards) -> tuple[Tensor, Parts, float]:
-        """The loss with weight one, each layer's part, and what brings gradients to about one."""
+    def run(self, forwards: Forwards) -> tuple[Tensor, Parts, float, Delivery]:
+        """The loss with weight one, each layer's part, what brought gradients to about one, and whose these are."""
 
     def learnt(self, forwards: Forwards) -> list[Tensor]:
         """What networks of these layers learn, in an order that stays."""
@@ -71,7 +71,7 @@ def term_of(
         tokens = [side.detach() for side in tokens]
     elif not weighs_networks:
         tokens = [scale_gradient(side, weight) for side in tokens]
-    total, parts, *_ = torch.ops.alignattn.match(
+    total, parts, *_ = torch.ops.alignattn.gradients(
         name,
         "\n".join(record.name for record in records),
         [record.call for record in records],
@@ -123,19 +123,14 @@ def _match(
             for at, name in enumerate(names.split("\n"))
         )
         forwards = [list(itertools.islice(records, count)) for count in counts]
-        total, parts, scale = owner.run(forwards)
+        total, parts, scale, handed = owner.run(forwards)
         # The networks' own: what an operator is given takes no gradients.
         targets = leaves + [own for own, _ in zip(owner.learnt(forwards), parameters, strict=True)]
-        asked = [target for target in targets if target.requires_grad]
-        found: dict[int, Tensor] = {}
-        if total.requires_grad:
-            times = torch.full_like(total, scale)  # on its way a gradient may be in fp16, where 1e-7 is nothing
-            taken = torch.autograd.grad(total, asked, times, allow_unused=True)
-            found = {id(target): one for target, one in zip(asked, taken, strict=True) if one is not None}
     kind = _kind(tokens)
-    values = torch.stack([part.detach().to(kind) for part in parts.values()])
-    gradients = _apart([(target, found.get(id(target))) for target in targets])
-    return total.detach().to(kind, copy=True), values, values.new_full((), scale), gradients
+    with torch.no_grad():
+        values = torch.stack([part.detach().to(kind) for part in parts.values()])
+        gradients = _apart(targets, handed)
+        return total.detach().to(kind, copy=True), values, values.new_full((), scale), gradients
 
 
 @contextmanager
@@ -155,7 +150,7 @@ def _like(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     labels = set(zip(names.split("\n"), calls, strict=True))
     # Told, not asked: while code is made for it, tensors that stand for others do not know what these require.
     targets = zip((*tokens, *parameters), wanted, strict=True)
-    gradients = [one.new_empty(one.shape if wants else (0,)) for one, wants in targets]
+    gradients = [torch.empty_like(one) if wants else one.new_empty(0) for one, wants in targets]
     return number, number.new_empty(len(labels)), number.new_empty(()), gradients
 
 
@@ -189,7 +184,8 @@ SCHEMA = (
     "Tensor[] parameters) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
-_operator = torch.library.custom_op("alignattn::match", _match, mutates_args=(), schema=SCHEMA, **_TAGS)
+# Torch keeps compiled code on disk and finds it by this name: with another layout of outputs, it must be another.
+_operator = torch.library.custom_op("alignattn::gradients", _match, mutates_args=(), schema=SCHEMA, **_TAGS)
 _operator.register_fake(_like)
 _operator.register_autograd(_backward, setup_context=_keep)
 
@@ -199,13 +195,19 @@ def _kind(tokens: Sequence[Tensor]) -> torch.dtype:
     return torch.promote_types(tokens[0].dtype, torch.float32)
 
 
-def _apart(gradients: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """Each in memory of its own, as an operator's outputs must be; they may be slices of one."""
-    known = [gradient.detach() for _, gradient in gradients if gradient is not None]
-    copies = iter(torch._foreach_mul(known, 1.0) if known else ())
-    return [
-        next(copies).contiguous()
-        if gradient is not None
-        else target.new_zeros(target.shape if target.requires_grad else 0)
-        for target, gradient in gradients
-    ]
+def _apart(targets: list[Tensor], handed: Delivery) -> list[Tensor]:
+    """Each gradient in memory of its own, laid out as its target, as an operator's outputs must be."""
+    given: dict[int, Tensor] = {}
+    for target, gradient in handed.known():
+        before = given.get(id(target))
+        given[id(target)] = gradient if before is None else before + gradient
+    gradients = [torch.empty_like(target) if target.requires_grad else target.new_empty(0) for target in targets]
+    filled: list[tuple[Tensor, Tensor]] = []
+    for target, room in zip(targets, gradients, strict=True):
+        if (known := given.get(id(target))) is None:
+            room.zero_()
+        else:
+            filled.append((room, known))
+    if filled:
+        torch._foreach_copy_([room for room, _ in filled], [known for _, known in filled])
+    return gradients

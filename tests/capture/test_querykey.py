@@ -1,7 +1,5 @@
 """QueryKey is checked when made; AttentionCall is soft attention; packed rows are taken apart."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,8 +56,6 @@ def test_what_fits_is_taken_as_it_is():
     record = QueryKey(QUERY, KEY, ONES, torch.ones(B, M, dtype=torch.bool), name="a", call=2)
     assert record.query is QUERY and record.key is KEY and record.query_mask is ONES
     assert record.unpacked() is record
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.call = 3
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

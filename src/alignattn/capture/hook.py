@@ -1,5 +1,6 @@
 """Hooks on a user's modules that their copies do not inherit, and what a hook may ask about the pass it runs in."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,12 @@ def is_compiled_output(tensor: torch.Tensor) -> bool:
     """Whether compiled code has put it out: autograd then sees nothing of what made it."""
     made = tensor if tensor._base is None else tensor._base
     return type(made.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+def is_compiled_backward() -> bool:
+    """Whether the backward itself is compiled code, which knows nothing of its end."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False)) or torch.compiler.is_compiling()
 
 
 def in_backward() -> bool:

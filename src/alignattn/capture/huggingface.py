@@ -247,13 +247,13 @@ def _watched(function: Callable[..., Any], implementation: str | None) -> Callab
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        sockets = [socket for socket in module.__dict__.get(SOCKETS, ()) if socket is not None and socket.cares(module)]
-        for socket in sockets:
+        attend = None
+        for socket in module.__dict__.get(SOCKETS, ()):
+            if socket is None or not socket.cares(module):
+                continue
             if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
                 socket.tap.forget_outputs(module)  # a cap on logits, or a sink beside them, feels a shift of the keys
             socket.see(module, query, key, attention_mask, implementation, kwargs)
-        attend = None
-        for socket in sockets:
             if socket.stands_in_for(module):
                 attend = socket.tap.attend
         if attend is None:

@@ -72,7 +72,7 @@ class Source:
         return merged.flatten(0, 1).float().mT @ self.tokens.flatten(0, 1).float()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: every call of a model makes one, and that takes three times as long
 class QueryKey:
     """The queries and keys of one attention call, keys repeated to the heads of the queries. Checked when made."""
 
@@ -133,7 +133,7 @@ class QueryKey:
                 "the heads of the queries be a multiple of those of the keys."
             )
         if key[1] != query[1]:
-            object.__setattr__(self, "key", to_query_heads(self.key, query[1]))
+            self.key = to_query_heads(self.key, query[1])
 
     @property
     def _who(self) -> str:
@@ -152,11 +152,9 @@ class QueryKey:
 
     def let_go(self) -> None:
         """Of the numbers: they are matched, and who hands them gradients needs none."""
-        for side in ("query", "key"):
-            object.__setattr__(self, side, stand_in(getattr(self, side)))
-        for side in ("query_output", "key_output", "query_source", "key_source"):
-            object.__setattr__(self, side, None)
-        object.__setattr__(self, "projected", ())
+        self.query, self.key = stand_in(self.query), stand_in(self.key)
+        self.query_output = self.key_output = self.query_source = self.key_source = None
+        self.projected = ()
 
     def unpacked(self) -> "QueryKey":
         """One row a document, where several were packed into one row."""

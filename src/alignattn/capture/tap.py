@@ -101,11 +101,12 @@ class Tap:
         """Whether a call of this attention module is to be recorded now."""
         if not self.recording:
             return self.recomputes(module)
-        if self.always:
-            return True
-        if module.training and not torch.is_grad_enabled():
+        if self.always or not module.training:
+            return self.always
+        if not torch.is_grad_enabled():
             self._refuse_reentrant_checkpointing(module)
-        return module.training and torch.is_grad_enabled()
+            return False
+        return True
 
     @property
     def keeps_nothing(self) -> bool:
@@ -128,7 +129,7 @@ class Tap:
         call = self._calls.get(record.name, 0)
         self._calls[record.name] = call + 1
         if call:
-            object.__setattr__(record, "call", call)
+            record.call = call
         self._watch(record)
 
     def valid_keys(self, mask: Tensor | None, samples: int, keys: int) -> Tensor | None:
@@ -143,8 +144,11 @@ class Tap:
 
     def segments_for(self, query: Tensor, key: Tensor) -> Tensor | None:
         """Which document each token belongs to, where the model was called with packed rows."""
-        segments, n = self._segments, query.shape[2]
-        if segments is None or segments.shape[1] != n or key.shape[2] != n or query.shape[0] % segments.shape[0]:
+        segments = self._segments
+        if segments is None:
+            return None
+        n = query.shape[2]
+        if segments.shape[1] != n or key.shape[2] != n or query.shape[0] % segments.shape[0]:
             return None
         return segments.expand(query.shape[0], n) if segments.shape[0] == 1 else segments
 
@@ -172,7 +176,7 @@ class Tap:
 
     def output(self, attention: nn.Module, side: str) -> Tensor | None:
         """What the "query" or "key" projection of this module has put out in the call that is being recorded."""
-        return self._outputs.pop((attention, side), None)
+        return self._outputs.pop((attention, side), None) if self._outputs else None
 
     def forget_outputs(self, attention: nn.Module) -> None:
         """Nothing about the projections of this module is free, in this call."""

@@ -29,6 +29,7 @@ from alignattn.matching.matcher import FINITE_INPUT, Edges, Matcher, NetworkConf
 from alignattn.matching.neighbourhoods import neighbourhood_transport
 from alignattn.matching.networks import Discriminator, Navigator, reverse_gradient
 from alignattn.matching.tokens import (
+    blank_padding,
     check_pair,
     direction,
     full_precision,
@@ -299,8 +300,9 @@ def _critic_gap(
     """How far apart the critic puts queries and keys: the distance of their mean directions, 0 to 2."""
     means = []
     for features, mask in zip(critics, (query_mask, key_mask), strict=True):
-        units = direction(features)
-        means.append(torch.stack([masked_mean(axis, mask) for axis in units.unbind(-1)], -1))  # (b, h, e)
+        units = blank_padding(direction(features), mask)
+        count = features.shape[2] if mask is None else mask.sum(-1).clamp_min(1)[:, None, None]
+        means.append(units.sum(2) / count)  # (b, h, e)
     gap: Tensor = (means[0] - means[1]).norm(dim=-1).mean()
     return gap
 

@@ -150,7 +150,7 @@ def _like(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     labels = set(zip(names.split("\n"), calls, strict=True))
     # Told, not asked: while code is made for it, tensors that stand for others do not know what these require.
     targets = zip((*tokens, *parameters), wanted, strict=True)
-    gradients = [torch.empty_like(one) if wants else one.new_empty(0) for one, wants in targets]
+    gradients = [_room_for(one) if wants else one.new_empty(0) for one, wants in targets]
     return number, number.new_empty(len(labels)), number.new_empty(()), gradients
 
 
@@ -195,13 +195,23 @@ def _kind(tokens: Sequence[Tensor]) -> torch.dtype:
     return torch.promote_types(tokens[0].dtype, torch.float32)
 
 
+def _room_for(target: Tensor) -> Tensor:
+    """For its gradient, without gaps, the heads of a token beside each other where they are so: said, and not left to
+    torch, as compiled code counts on it.
+    """
+    if target.ndim == 4 and target.transpose(1, 2).is_contiguous():
+        _, heads, tokens, width = target.shape
+        return target.new_empty_strided(target.shape, (tokens * heads * width, width, heads * width, 1))
+    return target.new_empty(target.shape)
+
+
 def _apart(targets: list[Tensor], handed: Delivery) -> list[Tensor]:
-    """Each gradient in memory of its own, laid out as its target, as an operator's outputs must be."""
+    """Each gradient in memory of its own, as an operator's outputs must be."""
     given: dict[int, Tensor] = {}
     for target, gradient in handed.known():
         before = given.get(id(target))
         given[id(target)] = gradient if before is None else before + gradient
-    gradients = [torch.empty_like(target) if target.requires_grad else target.new_empty(0) for target in targets]
+    gradients = [_room_for(target) if target.requires_grad else target.new_empty(0) for target in targets]
     filled: list[tuple[Tensor, Tensor]] = []
     for target, room in zip(targets, gradients, strict=True):
         if (known := given.get(id(target))) is None:

@@ -1,9 +1,10 @@
-"""The game of queries and keys with a discriminator, in four launches: what features.py and adversarial.py say.
+"""The game of queries and keys with a discriminator, in five launches: what features.py and adversarial.py say.
 
 Features are made a tile at a time, queries and keys at once, and only the sums of each tile are kept; a second kernel
 makes the distance of them (feature_sums.py), and tells what a feature feels: a vector of the problem, a multiple of
-itself, and a multiple of its own pair, which is all that features need to be stored for. A third takes both ways back
-through the trunk (highway.py): from the distance to tokens, from the answers to weights. Then these are added up.
+itself, and a multiple of its own pair, which is all that features need to be stored for. A third takes the way back
+through the trunk (highway.py) from the distance to tokens, and once more that from the answers to weights: both at once
+would need more registers than there are. Then these are added up.
 """
 
 from typing import Any
@@ -18,7 +19,6 @@ from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.feature_sums import BLOCKS, NUMBERS, ROUNDING, VECTORS, distance, put
 from alignattn.matching.kernels.halves import powers, split
 from alignattn.matching.kernels.highway import (
-    PROGRAMS,
     SLOPE,
     apart,
     back,
@@ -45,8 +45,6 @@ from alignattn.matching.kernels.highway import (
 from alignattn.matching.kernels.tiles import as_bytes, launch, valid_rows
 
 TILE, WARPS = 64, 4  # rows, each of one warp: what is largest in it, and its sums, no other warp waits for
-THREE = {"maxnreg": 168, "programs": 396}  # registers of a thread: so many that a processor holds three programs
-TWO = {"programs": 264}
 
 
 @triton.jit
@@ -182,7 +180,7 @@ def _play_back(  # noqa: PLR0915
         valid = _valid(query_mask, key_mask, side, sample, i, count, QUERY_MASKED, KEY_MASKED)
         by = tl.load(outer + problem)
         x = read_tokens(tl.where(are_queries, query, key), problem, block * ROWS, count, d, ROWS, WIDTH)
-        again = layer + tl.minimum(one, 0)
+        again = layer + tl.minimum(one, 0)  # the layer, as a number that changes: else biases would stay in registers
         most = tl.load(
             tl.where(are_queries, largest_query, largest_key) + problem * tl.cdiv(tl.maximum(n, m), ROWS) + block
         )
@@ -250,14 +248,6 @@ def _play_back(  # noqa: PLR0915
         tl.store(to + e, -tl.sum(sum_b2, 0))
 
 
-def _held(
-    held: dict[str, int], form: dict[str, Any], layers: int, tiles: int, **more: Any
-) -> tuple[int, dict[str, Any]]:
-    """Programs, and how they are launched; those of three products need all registers there are."""
-    settings = form | more | (held if form["PARTS"] == 1 else {"programs": PROGRAMS})
-    return programs_of(layers, tiles, settings.pop("programs")), settings
-
-
 class _Game(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -275,7 +265,7 @@ class _Game(torch.autograd.Function):
         same = shape(query, e, products, tokens=max(n, m), tile=TILE, warps=WARPS) | {"HAS_OWN": has_own}
         masked = {"QUERY_MASKED": query_mask is not None, "KEY_MASKED": key_mask is not None}
         blocks = triton.cdiv(max(n, m), same["ROWS"])
-        programs, settings = _held(THREE, same, layers, problems * blocks, num_stages=1)
+        programs = programs_of(layers, problems * blocks)
         size = VECTORS.value * e + NUMBERS
         features = [side.new_empty(0) for side in (query, key)]
         if has_own:
@@ -287,7 +277,7 @@ class _Game(torch.autograd.Function):
         tokens = (query, key, *as_bytes(query_mask, key_mask, query), *kept, *features, *units, *largest)
         launch(
             _play, layers * programs, *tokens, records, heads, problems, n, m, d, e, blocks, programs, size, SLOPE,
-            **settings, **masked,
+            **same, **masked, num_stages=1,
         )  # fmt: skip
         distances, accuracies = query.new_empty(2, layers * samples, heads)
         felt = query.new_empty(layers * problems, 3 * e + 5)
@@ -312,18 +302,16 @@ class _Game(torch.autograd.Function):
         places = blocks + triton.cdiv(m, ctx.settings["ROWS"])
         size = size_of(weights)
         of_tokens = [torch.empty_like(side) for side in (query, key)]
-        sums = query.new_empty(layers, 0, size)
-        for of_whom in ({"TOKENS": True, "WEIGHTS": False}, {"TOKENS": False, "WEIGHTS": True})[: 1 + learns]:
-            held = TWO if of_whom["WEIGHTS"] else THREE
-            programs, settings = _held(held, ctx.settings | of_whom, layers, problems * places, num_stages=2)
-            if of_whom["WEIGHTS"]:
-                sums = query.new_empty(layers, programs, size)
+        programs = programs_of(layers, problems * places)
+        sums = query.new_empty(layers, programs, size if learns else 0)
+        for of_weights in (False, True)[: 1 + learns]:
             launch(
                 _play_back, layers * programs, *tokens, felt, *dense(outer[0]), *of_tokens, sums, heads, problems, n, m,
-                d, e, blocks, places, programs, size, SLOPE, **settings,
+                d, e, blocks, places, programs, size, SLOPE,
+                TOKENS=not of_weights, WEIGHTS=of_weights, num_stages=1 + of_weights, **ctx.settings,
             )  # fmt: skip
-        of_weights = apart(sums.sum(1), weights) if learns else [None] * 8
-        return None, None, None, *of_tokens, *of_weights
+        gradients = apart(sums.sum(1), weights) if learns else [None] * 8
+        return None, None, None, *of_tokens, *gradients
 
 
 def game(

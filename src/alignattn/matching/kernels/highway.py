@@ -282,9 +282,9 @@ class _Features(torch.autograd.Function):
         return None, of_tokens if felt["TOKENS"] else None, *of_weights
 
 
-def programs_of(layers: int, tiles: int, programs: int = PROGRAMS) -> int:
+def programs_of(layers: int, tiles: int) -> int:
     """How many share the tiles of a layer."""
-    return min(-(-programs // layers), tiles)
+    return min(-(-PROGRAMS // layers), tiles)
 
 
 def size_of(weights: Sequence[Tensor]) -> int:

@@ -94,7 +94,9 @@ def test_a_matching_and_its_way_back(method, expected, dtype, compiled, request,
     assert len(compiled) >= expected, sorted(compiled)
     capability = request.node.callspec.params["compiled"]
     # What forms were chosen by is a Hopper. An Ampere, for which nobody has, has to hold them.
-    most = {HALF: 256, SINGLE: 2048}[dtype] if capability == 90 else None
+    # Registers hold no sums for all weights of the game's discriminator: what is left over was seen to cost less than
+    # smaller tiles.
+    most = {HALF: 640, SINGLE: 2048}[dtype] if capability == 90 else None
     check(compiled, capability, tmp_path, stack=most)
 
 

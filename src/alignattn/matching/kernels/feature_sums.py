@@ -2,9 +2,10 @@
 
     Σ |x - c|² = Σ_tiles ( squares + count |mean - c|² ),   Σ (x - c)·(y - c) likewise
 
-A record of a tile holds means and squares about them of both sides, products of own pairs, and, where padding leaves
-some pairs out, sums of what is in pairs, all about the tile's means; then counts. Told of each problem, besides the
-distance: the centre, what all features of a side feel, and the multiples of themselves and their own pairs they feel.
+A record of a tile holds means of both sides and, where padding leaves some pairs out, sums of what is in pairs about
+them; then numbers: of each side how many tokens there are, how many are told apart, and squares about the mean; how
+many pairs, and their products about the means. Told of each problem, besides the distance: the centre, what all
+features of a side feel, and the multiples of themselves and their own pairs they feel.
 """
 
 import torch
@@ -12,8 +13,8 @@ import triton
 import triton.language as tl
 
 BLOCKS = 8  # tiles at a time
-VECTORS = tl.constexpr(7)
-NUMBERS = 5  # tokens and right answers of both sides, own pairs
+VECTORS = tl.constexpr(4)
+NUMBERS = 8
 ROUNDING = (64 * torch.finfo(torch.float32).eps) ** 2  # of features that are all one
 
 
@@ -38,26 +39,27 @@ def _numbers(records, at, b, e, blocks, size):
 
 @triton.jit
 def _totals(records, side, blocks, e, size, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of a side: features, their squares, how many tokens there are, and how many are told apart."""
+    """Of a side: features, squares of means, how many tokens there are and are told apart, and squares about means."""
     summed, squares = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    many, right = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
+    many, right, within = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     for start in range(0, blocks, BLOCKS):
         b = start + tl.arange(0, BLOCKS)
-        mean = _rows(records, 2 * side, b, e, blocks, size, HIDDEN)
-        count = _numbers(records, 2 * side, b, e, blocks, size)
+        mean = _rows(records, side, b, e, blocks, size, HIDDEN)
+        count = _numbers(records, 3 * side, b, e, blocks, size)
         summed += tl.sum(mean * count[:, None], 0)
-        squares += tl.sum(mean * mean * count[:, None] + _rows(records, 2 * side + 1, b, e, blocks, size, HIDDEN), 0)
+        squares += tl.sum(mean * mean * count[:, None], 0)
         many += count
-        right += _numbers(records, 2 * side + 1, b, e, blocks, size)
-    return summed, tl.sum(squares, 0), tl.sum(many, 0), tl.sum(right, 0)
+        right += _numbers(records, 3 * side + 1, b, e, blocks, size)
+        within += _numbers(records, 3 * side + 2, b, e, blocks, size)
+    return summed, tl.sum(squares, 0), tl.sum(many, 0), tl.sum(right, 0), tl.sum(within, 0)
 
 
 @triton.jit
 def _about(records, side, centre, b, e, blocks, size, HIDDEN: tl.constexpr):
-    """Means of these tiles about the centre, and sums of squares; all times how many tokens there are."""
-    x = _rows(records, 2 * side, b, e, blocks, size, HIDDEN) - centre[None, :]
-    count = _numbers(records, 2 * side, b, e, blocks, size)[:, None]
-    return x, tl.sum(x * count, 0), tl.sum(x * x * count + _rows(records, 2 * side + 1, b, e, blocks, size, HIDDEN), 0)
+    """Means of these tiles about the centre; with their squares added up, times how many tokens there are."""
+    x = _rows(records, side, b, e, blocks, size, HIDDEN) - centre[None, :]
+    count = _numbers(records, 3 * side, b, e, blocks, size)[:, None]
+    return x, tl.sum(x * count, 0), tl.sum(x * x * count, 0)
 
 
 @triton.jit
@@ -75,34 +77,36 @@ def distance(  # noqa: PLR0915
     problem = tl.program_id(0).to(tl.int64)
     records += problem * blocks * size
     k = tl.arange(0, HIDDEN)
-    sum_q, square_q, many_q, right_q = _totals(records, 0, blocks, e, size, HIDDEN, BLOCKS)
-    sum_k, square_k, many_k, right_k = _totals(records, 1, blocks, e, size, HIDDEN, BLOCKS)
+    sum_q, square_q, many_q, right_q, within_q = _totals(records, 0, blocks, e, size, HIDDEN, BLOCKS)
+    sum_k, square_k, many_k, right_k, within_k = _totals(records, 1, blocks, e, size, HIDDEN, BLOCKS)
     count_q, count_k = tl.maximum(many_q, 1.0), tl.maximum(many_k, 1.0)
     tl.store(accuracies + problem, (right_q / count_q + right_k / count_k) / 2)
-    whole = (square_q / (n * e) + square_k / (m * e)) / 2
+    whole = ((square_q + within_q) / (n * e) + (square_k + within_k) / (m * e)) / 2
     centre = (sum_q / count_q + sum_k / count_k) / 2
     sum_x, sum_y = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
     squares_x, squares_y = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
     products, apart = tl.zeros([HIDDEN], tl.float32), tl.zeros([HIDDEN], tl.float32)
-    own = tl.zeros([BLOCKS], tl.float32)
+    own, products_within = tl.zeros([BLOCKS], tl.float32), tl.zeros([BLOCKS], tl.float32)
     for start in range(0, blocks, BLOCKS):
         b = start + tl.arange(0, BLOCKS)
         x, of_x, square_x = _about(records, 0, centre, b, e, blocks, size, HIDDEN)
         y, of_y, square_y = _about(records, 1, centre, b, e, blocks, size, HIDDEN)
         sum_x, squares_x, sum_y, squares_y = sum_x + of_x, squares_x + square_x, sum_y + of_y, squares_y + square_y
         if HAS_OWN:
-            both = _numbers(records, 4, b, e, blocks, size)
-            product = _rows(records, 4, b, e, blocks, size, HIDDEN) + x * y * both[:, None]
+            both = _numbers(records, 6, b, e, blocks, size)
+            products_within += _numbers(records, 7, b, e, blocks, size)
+            product = x * y * both[:, None]
             pair = (x + y) * both[:, None]
             if MASKED:
-                pair_x = _rows(records, 5, b, e, blocks, size, HIDDEN)
-                pair_y = _rows(records, 6, b, e, blocks, size, HIDDEN)
+                pair_x = _rows(records, 2, b, e, blocks, size, HIDDEN)
+                pair_y = _rows(records, 3, b, e, blocks, size, HIDDEN)
                 product, pair = product + x * pair_y + y * pair_x, pair + pair_x + pair_y
             products += tl.sum(product, 0)
             apart += tl.sum(pair, 0)
             own += both
-    square_x, square_y = tl.sum(squares_x, 0), tl.sum(squares_y, 0)
-    cross, pairs = tl.sum(sum_x * sum_y, 0) - tl.sum(products, 0), many_q * many_k - tl.sum(own, 0)
+    square_x, square_y = tl.sum(squares_x, 0) + within_q, tl.sum(squares_y, 0) + within_k
+    product = tl.sum(products, 0) + tl.sum(products_within, 0)
+    cross, pairs = tl.sum(sum_x * sum_y, 0) - product, many_q * many_k - tl.sum(own, 0)
     of_x = 1.0 / tl.maximum(many_q * (many_q - 1.0), 1.0)
     of_y = 1.0 / tl.maximum(many_k * (many_k - 1.0), 1.0)
     across = 2.0 / tl.maximum(pairs, 1.0)

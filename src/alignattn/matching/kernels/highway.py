@@ -33,9 +33,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def placed(values, PARTS: tl.constexpr):
     """A tile of numbers as halves, and what takes them back."""
-    power, unit = powers(tl.max(tl.abs(values)))
+    return placed_by(values, tl.max(tl.abs(values)), PARTS)
+
+
+@triton.jit
+def placed_by(values, most, PARTS: tl.constexpr):
+    """The same, where none is known to be larger: of all of them, or [rows, 1] of each row."""
+    power, unit = powers(most)
     high, low, _ = split(values * power, PARTS)
     return high, low, unit
+
+
+@triton.jit
+def largest_of_rows(values):
+    """Of each, [rows, 1]: threads that share a row are of one warp, and need not wait for others."""
+    return tl.max(tl.abs(values), 1)[:, None]
 
 
 @triton.jit
@@ -59,36 +71,51 @@ def row_of(pointer, row, count, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr):
-    """Of a layer, as halves, and what takes all of them back."""
+def reach_of(weight, bias):
+    """How large x W + b gets: so many times the largest x, and so much beside it."""
+    return tl.max(tl.sum(tl.abs(weight), 0), 0), tl.max(tl.abs(bias), 0)
+
+
+@triton.jit
+def weights_of(w_t, w_g, w_1, b_t, layer, d, hidden, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr):
+    """Of a layer, as halves, and what takes all of them back; and how large transforms get."""
     transform, gate = loaded(w_t, layer, d, d, WIDTH, WIDTH), loaded(w_g, layer, d, d, WIDTH, WIDTH)
     first = loaded(w_1, layer, d, hidden, WIDTH, HIDDEN)
     most = tl.maximum(tl.max(tl.abs(transform)), tl.max(tl.abs(gate)))
     power, unit = powers(tl.maximum(most, tl.max(tl.abs(first))))
+    reach, shift = reach_of(transform, row_of(b_t, layer, d, WIDTH))
     transform, transform_low, _ = split(transform * power, PARTS)
     gate, gate_low, _ = split(gate * power, PARTS)
     first, first_low, _ = split(first * power, PARTS)
-    return transform, transform_low, gate, gate_low, first, first_low, unit
+    return transform, transform_low, gate, gate_low, first, first_low, unit, reach, shift
 
 
 @triton.jit
 def forth(
-    x, w_t, w_t_low, w_g, w_g_low, w_1, w_1_low, unit, b_t, b_g, b_1, layer, d, hidden,
+    x, most, w_t, w_t_low, w_g, w_g_low, w_1, w_1_low, unit, reach, shift, b_t, b_g, b_1, layer, d, hidden,
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gate, below zero where the transform is; what it moves; answers; tokens and what is carried, as halves."""
-    x_high, x_low, x_unit = placed(x, PARTS)
+    """The gate, below zero where the transform is; what it moves; answers; tokens and what is carried, as halves.
+
+    The largest token is told. What is carried lies between tokens and transforms, which bounds it: threads need not
+    wait for each other to know what is largest, and of the 30 powers of two that halves tell apart a few stay idle.
+    """
+    x_high, x_low, x_unit = placed_by(x, most, PARTS)
+    if PARTS == 1:
+        x = x_high.to(tl.float32) * x_unit  # takes half the registers, and products see no more of it
     by = x_unit * unit
     height = _times(x_high, x_low, w_g, w_g_low, -LOG2E * by, PARTS) - LOG2E * row_of(b_g, layer, d, WIDTH)[None, :]
-    gate = 1.0 / (1.0 + tl.exp2(height))
+    gate = 1.0 + tl.exp2(height)
+    gate = tl.rsqrt(gate * gate)  # as precise as a quotient, and in fewer instructions
     transformed = _times(x_high, x_low, w_t, w_t_low, by, PARTS) + row_of(b_t, layer, d, WIDTH)[None, :]
     let = gate * (tl.maximum(transformed, 0.0) - x)
-    high, low, carried_unit = placed(x + let, PARTS)
+    high, low, carried_unit = placed_by(x + let, tl.maximum(most, most * reach + shift), PARTS)
     answer = _times(high, low, w_1, w_1_low, carried_unit * unit, PARTS) + row_of(b_1, layer, hidden, HIDDEN)[None, :]
     mark = tl.where(transformed > 0, gate, -gate)
+    lever = let * (1.0 - gate)
     if PARTS == 1:
         mark = mark.to(tl.float16)  # as precise as what it is multiplied with, and registers are few
-    return mark, let * (1.0 - gate), answer, x_high, x_low, x_unit, high, low, carried_unit
+    return mark, lever, answer, x_high, x_low, x_unit, high, low, carried_unit
 
 
 @triton.jit
@@ -127,6 +154,12 @@ def to_weights(high, low, felt, felt_low, unit, PARTS: tl.constexpr):
 
 
 @triton.jit
+def column_sums(high, low, unit, weights, PARTS: tl.constexpr):
+    """Of halves, with 16 weights for each row, which a half holds: by a product, threads need not wait for others."""
+    return _times(tl.trans(high), tl.trans(low), weights, tl.zeros_like(weights), unit, PARTS)
+
+
+@triton.jit
 def read_tokens(pointer, layer, start, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Some rows of a layer."""
     i, e = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -162,12 +195,15 @@ def _features_of(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     layer = (tl.program_id(0) // programs).to(tl.int64)
-    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH, HIDDEN, PARTS)
+    t, t_low, g, g_low, h, h_low, unit, reach, shift = weights_of(
+        w_t, w_g, w_1, b_t, layer, d, hidden, WIDTH, HIDDEN, PARTS
+    )
     for start in range((tl.program_id(0) % programs) * ROWS, count, programs * ROWS):
         own = read_tokens(x, layer, start, count, d, ROWS, WIDTH)
         _, _, answer, _, _, _, _, _, _ = forth(
-            own, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, layer, d, hidden, WIDTH, HIDDEN, PARTS
-        )
+            own, tl.max(tl.abs(own)), t, t_low, g, g_low, h, h_low, unit, reach, shift, b_t, b_g, b_1, layer, d, hidden,
+            WIDTH, HIDDEN, PARTS,
+        )  # fmt: skip
         store(features, leaky(answer, answer, slope), layer, start, count, hidden, ROWS, HIDDEN)
 
 
@@ -178,7 +214,9 @@ def _features_back(
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     layer = (tl.program_id(0) // programs).to(tl.int64)
-    t, t_low, g, g_low, h, h_low, unit = weights_of(w_t, w_g, w_1, layer, d, hidden, WIDTH, HIDDEN, PARTS)
+    t, t_low, g, g_low, h, h_low, unit, reach, shift = weights_of(
+        w_t, w_g, w_1, b_t, layer, d, hidden, WIDTH, HIDDEN, PARTS
+    )
     sum_t, sum_g = tl.zeros([WIDTH, WIDTH], tl.float32), tl.zeros([WIDTH, WIDTH], tl.float32)
     sum_1 = tl.zeros([WIDTH, HIDDEN], tl.float32)
     sum_bt, sum_bg = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
@@ -187,8 +225,9 @@ def _features_back(
         own = read_tokens(x, layer, start, count, d, ROWS, WIDTH)
         given = read_tokens(outer, layer, start, count, hidden, ROWS, HIDDEN)
         mark, lever, answer, high, low, one, carried, carried_low, carried_one = forth(
-            own, t, t_low, g, g_low, h, h_low, unit, b_t, b_g, b_1, layer, d, hidden, WIDTH, HIDDEN, PARTS
-        )
+            own, tl.max(tl.abs(own)), t, t_low, g, g_low, h, h_low, unit, reach, shift, b_t, b_g, b_1, layer, d, hidden,
+            WIDTH, HIDDEN, PARTS,
+        )  # fmt: skip
         of_answer = leaky(answer, given, slope)
         felt, felt_low, felt_one = placed(of_answer, PARTS)
         of_carried, of_gate, of_transformed = back(mark, lever, felt, felt_low, h, h_low, PARTS)
@@ -264,13 +303,15 @@ def dense(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-def shape(like: Tensor, hidden: int, products: str, *, tokens: int = TILE) -> dict[str, Any]:
+def shape(
+    like: Tensor, hidden: int, products: str, *, tokens: int = TILE, tile: int = TILE, warps: int = WARPS
+) -> dict[str, Any]:
     """Of tiles, and how products are made."""
     width, features = (max(16, triton.next_power_of_2(size)) for size in (like.shape[-1], hidden))
     parts = 3 if products == EXACT else 1
-    most = TILE if parts == 1 or has_room(like.device) else TILE // 2  # as much as smaller devices hold
+    most = tile if parts == 1 or has_room(like.device) else tile // 2  # as much as smaller devices hold
     rows = min(most, max(16, triton.next_power_of_2(tokens)))
-    return {"ROWS": rows, "WIDTH": width, "HIDDEN": features, "PARTS": parts, "num_warps": WARPS}
+    return {"ROWS": rows, "WIDTH": width, "HIDDEN": features, "PARTS": parts, "num_warps": warps}
 
 
 def features(products: str, tokens: Tensor, *weights: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -411,7 +412,7 @@ def test_scaling_of_tokens_far_from_zero(away):
     told = on_one_scale(query.to(DEVICE), key.to(DEVICE), *given)
     exact = on_one_scale(query.double(), key.double(), *masks)
     # The mean is of single precision: all may be off by what its last bit is worth; the deviation by less.
-    for one, truth, bit in zip(told, exact, (1e-7, 1e-7, 1e-10), strict=True):
+    for one, truth, bit in zip(told[:3], exact[:3], (1e-7, 1e-7, 1e-10), strict=True):
         assert (one.cpu().double() - truth).abs().max() <= bit * abs(away) + 1e-6 * truth.abs().max()
 
 
@@ -471,6 +472,60 @@ def test_what_is_on_one_scale_is_one_tensor_already(n, m):
     tokens = joined(*layer)
     assert tokens.data_ptr() == scaled[0].data_ptr()
     assert torch.equal(tokens, torch.cat([side.flatten(1, 3) for side in layer], 1))
+
+
+class Passes(TorchDispatchMode):
+    """Counts what torch itself computes, number by number, of so many numbers at least."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.seen = least, []
+
+    def __torch_dispatch__(self, operator, types, given=(), settings=None):
+        found = operator(*given, **(settings or {}))
+        if torch.Tag.pointwise in operator.tags and found.numel() >= self.least:
+            self.seen.append(str(operator))
+        return found
+
+
+@inside
+@pytest.mark.parametrize(("method", "options"), [("mmd", {"bandwidth": "mean"}), ("ot", {})])
+def test_losses_that_come_with_their_gradients_are_weighed_on_the_way_back(method, options):
+    """And not in a pass over all of them; what is on no scale has no such way."""
+    query, key, masks = layered(33, 20, 16, masked=True)
+    for standardise in (True, False):
+        _, found = matchings(method, 16, standardise=standardise, **options)
+        with Passes(min(query.numel(), key.numel())) as counted:
+            found(query, key, masks, torch.float32)
+        assert [name for name in counted.seen if "mul" in name] == ["aten.mul.Tensor"] * (0 if standardise else 2)
+
+
+@inside
+@pytest.mark.parametrize("method", ["mmd", "ot"])
+def test_gradients_past_the_scale_and_through_it_are_added(method, monkeypatch):
+    """A class may make of its method's losses, and of tokens on one scale, what it likes."""
+    from alignattn.matching import kernels
+
+    matcher, _ = matchings(method, 16)
+
+    class Own(type(matcher)):
+        def losses(self, query, key, *given):
+            apart = (query.square().mean((-1, -2)) * key.sum((-1, -2))).flatten(0, 1)
+            return super().losses(query, key, *given) * 3 + apart + super().losses(2 * query, key, *given)
+
+    own = Own(matcher.config)
+    query, key, masks = layered(21, 18, 16, masked=True)
+
+    def found(dtype):
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (query, key)]
+        losses = own(*leaves, *(mask.to(DEVICE) for mask in masks), ["a", "b"])
+        outer = torch.linspace(-0.5, 1.5, losses.numel()).view(losses.shape).to(losses)
+        return [t.detach().double().cpu() for t in (losses, *torch.autograd.grad(losses, leaves, outer))]
+
+    told = found(torch.float32)
+    monkeypatch.setattr(kernels, "serve", lambda *_, **__: False)
+    for one, truth in zip(told, found(torch.float64), strict=True):
+        assert (one - truth).square().mean().sqrt() <= 1e-5 * truth.square().mean().sqrt()
 
 
 # The networks' trunk
@@ -576,6 +631,7 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     """Plain code in half precision would at least hold tokens and weights so: it could not do better."""
     from alignattn.matching import kernels
     from alignattn.matching import matcher as base
+    from alignattn.matching.scale import OnOneScale
 
     matcher, found = matchings(method, d)
     query, key, masks = layered(n, m, d, masked=True)
@@ -587,8 +643,8 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     scaled = base.on_one_scale
 
     def rounded(*given):
-        *sides, inverse = scaled(*given)
-        return *(side + (side.detach().bfloat16().to(side) - side.detach()) for side in sides), inverse
+        query, key, *rest = scaled(*given)
+        return OnOneScale(*(side + (side.detach().bfloat16().to(side) - side.detach()) for side in (query, key)), *rest)
 
     monkeypatch.setattr(base, "on_one_scale", rounded)
     for parameter in matcher.parameters():
@@ -805,6 +861,7 @@ def test_a_game_of_halves_knows_eleven_bits(n, m, d, monkeypatch):
     """As many as tokens of fp16. Of tokens the typical one: where a ReLU bends, any rounding may take another side."""
     from alignattn.matching import kernels
     from alignattn.matching import matcher as base
+    from alignattn.matching.scale import OnOneScale
 
     matcher, found = matchings("gan", d)
     query, key, masks = layered(n, m, d, masked=True)
@@ -815,8 +872,8 @@ def test_a_game_of_halves_knows_eleven_bits(n, m, d, monkeypatch):
     scaled = base.on_one_scale
 
     def rounded(*given):
-        *sides, inverse = scaled(*given)
-        return *(side.half().to(side) for side in sides), inverse
+        query, key, *rest = scaled(*given)
+        return OnOneScale(*(side.half().to(side) for side in (query, key)), *rest)
 
     monkeypatch.setattr(base, "on_one_scale", rounded)
     for parameter in matcher.parameters():

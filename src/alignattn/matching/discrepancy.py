@@ -24,6 +24,7 @@ from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching import kernels, scratch
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
+from alignattn.matching.scale import OnOneScale
 from alignattn.matching.tokens import (
     check_pair,
     chunks_of,
@@ -91,14 +92,16 @@ def _mmd(
     unbiased: bool,
     without_own: bool,
     products: str,
+    scaled: OnOneScale | None = None,
 ) -> Float[Tensor, "b h"]:
+    """`scaled`: how queries and keys were brought onto one scale. Their gradient goes past it then."""
     named = isinstance(bandwidth, str)
     settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
     key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
     key_mask = told_apart(query_mask, key_mask)
-    losses: Tensor = _Discrepancy.apply(
-        query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2], products
-    )
+    own = without_own and query.shape[2] == key.shape[2]
+    came = (query, key) if scaled is None else scaled.came
+    losses: Tensor = _Discrepancy.apply(*came, query_mask, key_mask, scaled, *settings, unbiased, own, products)
     return losses
 
 
@@ -112,23 +115,29 @@ class _Discrepancy(torch.autograd.Function):
         key: Tensor,
         query_mask: Tensor | None,
         key_mask: Tensor | None,
+        scaled: OnOneScale | None,
         *settings: Any,  # as _evaluate has them
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        losses, *gradients = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
-        ctx.save_for_backward(*gradients)
         ctx.dtypes = query.dtype, key.dtype
+        ctx.way, kept = (None, ()) if scaled is None else (scaled.way, scaled.kept)
+        query, key = (query, key) if scaled is None else kept[:2]
+        losses, *gradients = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
+        ctx.save_for_backward(*gradients, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, kept = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        if ctx.way is not None:
+            return *ctx.way.back(gradients, kept, outer[0]), *[None] * 8
         # In working precision up to here: a loss scaler's factor may be what keeps them from vanishing in fp16.
         of_query, of_key = (
             (gradient * outer[0][..., None, None]).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return of_query, of_key, *[None] * 7
+        return of_query, of_key, *[None] * 8
 
 
 def _like_evaluate(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -338,5 +347,5 @@ class DiscrepancyMatcher(Matcher):
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
         config = self.config
-        how = (config.bandwidth, config.unbiased, config.without_own, self.products)
+        how = (config.bandwidth, config.unbiased, config.without_own, self.products, self.brought(query, key))
         return _mmd(query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask, *how)

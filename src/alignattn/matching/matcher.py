@@ -89,6 +89,7 @@ class Matcher(nn.Module):
         self.scales: Tensor | None = None
         self._brought: tuple[Tensor, Tensor, OnOneScale] | None = None  # while losses are made of these two
         self._narrowed = False  # to the layers of the call that is being matched
+        self._given_up = False  # are its queries and keys, once they have been read
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
@@ -193,6 +194,15 @@ class Matcher(nn.Module):
         finally:
             self._narrowed = False
 
+    @contextmanager
+    def giving_up(self, *, tokens: bool) -> Iterator[None]:
+        """Within, where it is so, nobody needs queries and keys but to be matched, once: gradients may lie there."""
+        self._given_up = tokens and self.leaves_nothing()
+        try:
+            yield
+        finally:
+            self._given_up = False
+
     def _says(self, word: str) -> bool:
         for kind in type(self).__mro__:
             if own := {"losses", "forward", word} & vars(kind).keys():
@@ -243,7 +253,8 @@ class Matcher(nn.Module):
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
         scaled = None
         if self.config.standardise:
-            scaled = on_one_scale(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
+            flat = query.flatten(0, 1), key.flatten(0, 1)
+            scaled = on_one_scale(*flat, masks[0], masks[1], given_up=self._given_up)
             ready = [scaled.query, scaled.key]
         else:
             ready = [blank_padding(query.flatten(0, 1), masks[0]), blank_padding(key.flatten(0, 1), masks[1])]

@@ -38,6 +38,7 @@ class Way(NamedTuple):
 
     masks: tuple[Tensor | None, Tensor | None]
     kinds: tuple["Kind", "Kind"]  # of the queries and keys that came
+    given_up: list[list[Tensor | None]]  # those of them that gradients may be written over, once: then none are left
 
     def back(
         self, gradients: tuple[Tensor, Tensor], kept: tuple[Tensor, ...], counts: Tensor | None = None
@@ -47,7 +48,11 @@ class Way(NamedTuple):
 
         query, key, inverse, tokens = kept
         by = inverse if counts is None else inverse * counts
-        return scale.backward(gradients, (query, key), *self.masks, by, tokens, self.kinds)
+        # Two ways may lead back, of which autograd adds what comes: the second needs a place of its own.
+        over = self.given_up.pop() if self.given_up else (None, None)
+        places = [scale.place_of(kind, side, there) for kind, side, there in zip(self.kinds, kept, over, strict=False)]
+        scale.backward(gradients, (query, key), *self.masks, by, tokens, places)
+        return places[0], places[1]
 
 
 class OnOneScale(NamedTuple):
@@ -77,22 +82,27 @@ def on_one_scale(
     key: Float[Tensor, "p h m d"],
     query_mask: Bool[Tensor, "p n"] | None,
     key_mask: Bool[Tensor, "p m"] | None,
+    *,
+    given_up: bool = False,
 ) -> OnOneScale:
-    """The same, and the scale."""
+    """The same, and the scale. `given_up`: nobody else reads queries and keys, and gradients may be written there."""
     key_mask = told_apart(query_mask, key_mask)
-    way = _way_of_kernels(query, key, query_mask, key_mask)
+    way = _way_of_kernels(query, key, query_mask, key_mask, given_up)
     found: tuple[Tensor, ...] = _Standardise.apply(query, key, query_mask, key_mask, way)
     kept = () if way is None else tuple(one.detach() for one in found)
     return OnOneScale(found[0], found[1], found[2], (query, key), kept, way)
 
 
-def _way_of_kernels(query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> Way | None:
+def _way_of_kernels(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, given_up: bool
+) -> Way | None:
     """None where they do not serve."""
     if not (kernels.serve(query, dtypes=kernels.SHORT) and kernels.serve(key, dtypes=kernels.SHORT)):
         return None
     from alignattn.matching.kernels import scale
 
-    return Way((query_mask, key_mask), (scale.kind_of(query), scale.kind_of(key)))
+    over = [side.detach() if side.requires_grad else None for side in (query, key)]
+    return Way((query_mask, key_mask), (scale.kind_of(query), scale.kind_of(key)), [over] if given_up else [])
 
 
 class _Standardise(torch.autograd.Function):

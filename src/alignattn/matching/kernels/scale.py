@@ -8,6 +8,8 @@ Queries and keys come as models make them, often with the heads of a token besid
 back as they came: to have them otherwise would be a pass over all tokens on either way.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -128,6 +130,13 @@ def kind_of(tokens: Tensor) -> Kind:
     return tokens.dtype, tokens.stride() if by_tokens else (heads * count * d, count * d, d, 1)
 
 
+def place_of(kind: Kind, like: Tensor, there: Tensor | None) -> Tensor:
+    """Where a gradient of this kind is to be written: there, if rows lie whole, or in memory of its own."""
+    if there is not None and there.stride(3) == 1:
+        return there
+    return torch.empty_strided(like.shape, kind[1], dtype=kind[0], device=like.device)
+
+
 def forward(
     query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, least: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -157,21 +166,16 @@ def backward(
     key_mask: Tensor | None,
     inverse: Tensor,
     counts: Tensor,
-    kinds: tuple[Kind, Kind],
-) -> tuple[Tensor, Tensor]:
-    """Gradients of what was standardised, which was of these kinds."""
+    found: Sequence[Tensor],
+) -> None:
+    """Gradients of what was standardised, written where they are to be `found`."""
     query, key = scaled
     samples, heads = query.shape[:2]
-    found = [
-        torch.empty_strided(side.shape, strides, dtype=dtype, device=side.device)
-        for side, (dtype, strides) in zip(scaled, kinds, strict=True)
-    ]
     given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
     strides = *found[0].stride()[:3], *found[1].stride()[:3]
     sizes = heads, query.shape[2], key.shape[2], query.shape[3], *strides
     settings = _shapes(query, query_mask, key_mask)
     launch(_standardise_back, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
-    return found[0], found[1]
 
 
 def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:

@@ -460,6 +460,54 @@ def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
 
 
 @inside
+@pytest.mark.parametrize(("span", "most"), [(32, 2), (32, 16), (64, 3), (128, 1)])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_scaling_divided_among_programs_in_any_way(span, most, rows, monkeypatch):
+    """Some of them have padding alone, and each side as many as it needs."""
+    from alignattn.matching.kernels import scale
+    from alignattn.matching.scale import standardise
+
+    monkeypatch.setattr(scale, "SPAN", span)
+    monkeypatch.setattr(scale, "MOST", most)
+    for name in ("SUMS", "SCALED"):
+        monkeypatch.setattr(scale, name, scale.Form(rows, 4))
+    query, key, _ = sides(3, 200, 70, 16, masked=False)
+    query, key = query + 2.0, key * 3.0
+    masks = [torch.arange(count)[None] < torch.tensor([[left], [count], [0]]) for count, left in ((200, 30), (70, 66))]
+    outer = [torch.linspace(-1, 3, side.numel(), dtype=torch.float64).view(side.shape) for side in (query, key)]
+
+    def found(dtype, device):
+        leaves = [side.to(device, dtype).requires_grad_() for side in (query, key)]
+        scaled = standardise(*leaves, *(mask.to(device) for mask in masks))
+        gradients = torch.autograd.grad(scaled, leaves, [of.to(leaves[0]) for of in outer])
+        return [one.detach().cpu().double() for one in (*scaled, *gradients)]
+
+    for one, truth in zip(found(torch.float32, DEVICE), found(torch.float64, "cpu"), strict=True):
+        torch.testing.assert_close(one, truth, rtol=1e-5, atol=1e-5)
+        assert truth[0].any() and truth[1].any()
+
+
+@inside
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_has_no_scale_and_leaves_others_theirs(number):
+    from alignattn.matching.scale import on_one_scale
+
+    query, key = (side.to(DEVICE).float() for side in sides(3, 150, 20, 16, masked=False)[:2])
+    mask = (torch.arange(150, device=DEVICE) < 140).expand(3, -1)
+    clean = on_one_scale(query, key, mask, None)
+    query[0, 1, 130, 3] = number  # a token
+    query[1, 0, 140, 3] = number  # padding
+    told = on_one_scale(query, key, mask, None)
+    expected = clean.inverse.clone()
+    expected[0, 1] = torch.nan
+    torch.testing.assert_close(told.inverse, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in ((told.query, clean.query), (told.key, clean.key)):
+        assert not one[0, 1, :20].isfinite().any()
+        one[0, 1] = other[0, 1]
+        assert torch.equal(one, other)
+
+
+@inside
 @pytest.mark.parametrize(("n", "m"), [(18, 18), (5, 21)])
 def test_what_is_on_one_scale_is_one_tensor_already(n, m):
     """Else whoever takes queries and keys together copies both, and a record keeps room for that."""

@@ -469,7 +469,7 @@ def test_scaling_divided_among_programs_in_any_way(span, most, rows, monkeypatch
 
     monkeypatch.setattr(scale, "SPAN", span)
     monkeypatch.setattr(scale, "MOST", most)
-    for name in ("SUMS", "SCALED"):
+    for name in ("SUMS", "SCALED", "FELT", "HANDED"):
         monkeypatch.setattr(scale, name, scale.Form(rows, 4))
     query, key, _ = sides(3, 200, 70, 16, masked=False)
     query, key = query + 2.0, key * 3.0

@@ -1,9 +1,9 @@
-"""Queries and keys of a problem on one scale, and the way back: few kernels, where plain code passes over all tokens a
-dozen times.
+"""Queries and keys of a problem on one scale, and the way back: two kernels each, where plain code passes over all
+tokens a dozen times.
 
-On the way there a program serves some tokens of one side of a problem. A first kernel adds up tokens and their squares,
-in double precision. A second reads the sums of all programs of its problem, and the tokens again, and writes. It begins
-with the last: these are in the cache still. On the way back a program serves one problem.
+A program serves some tokens of one side of a problem. The first kernel adds up what they have to tell of their problem:
+on the way there tokens and their squares, in double precision, on the way back what is felt. The second reads the sums
+of all programs of its problem, and the tokens again, and writes. It begins with the last: these are in the cache still.
 
 Queries and keys come as models make them, often with the heads of a token beside each other, and their gradients go
 back as they came: to have them otherwise would be a pass over all tokens on either way.
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 # Many small programs: a processor then has other tokens to read while it waits for some.
-SUMS, SCALED = Form(32, 4), Form(32, 4)
+SUMS, SCALED, FELT, HANDED = Form(32, 4), Form(32, 4), Form(32, 4), Form(32, 4)
 SPAN = 128  # tokens of a program, at least
 MOST = 16  # programs of a side: all of them read what all of them found
 
@@ -146,52 +146,79 @@ def _standardise(
 
 
 @triton.jit
-def _felt(
-    gradient, scaled, mask, problem, sample, count, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr
-):
+def _put_felt(
+    gradient, scaled, mask, to, problem, sample, block, span, count, d,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    first, end = _reach(block, span, count)
+    e = tl.arange(0, WIDTH)
     summed, products = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, count, ROWS):
+    for start in range(first, end, ROWS):
         i = start + tl.arange(0, ROWS)
-        valid = valid_rows(mask, sample, i, count, MASKED)
-        g = read(gradient, problem, i, valid, count, d, WIDTH)
+        g = read(gradient, problem, i, i < end, count, d, WIDTH)
+        y = read(scaled, problem, i, i < end, count, d, WIDTH)
+        g = tl.where(valid_rows(mask, sample, i, count, MASKED)[:, None], g, 0.0)
         summed += g
-        products += g * read(scaled, problem, i, valid, count, d, WIDTH)
-    return tl.sum(summed, 0), tl.sum(tl.sum(products, 0), 0)
+        products += g * y
+    tl.store(to + e, tl.sum(summed, 0), mask=e < d)
+    tl.store(to + d, tl.sum(tl.sum(products, 0), 0))
 
 
 @triton.jit
-def _handed(
-    gradient, scaled, mask, out, shared, factor, inverse, problem, sample, count, stride, d,
+def _standardise_back_sums(
+    of_query, of_key, query, key, query_mask, key_mask, sums, heads, n, m, d, span, blocks, places,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
+):  # fmt: skip
+    problem = (tl.program_id(0) // places).to(tl.int64)
+    place = tl.program_id(0) % places
+    sample = problem // heads
+    to = sums + (problem * places + place) * (d + 1)
+    if place < blocks:
+        _put_felt(of_query, query, query_mask, to, problem, sample, place, span, n, d, ROWS, WIDTH, QUERY_MASKED)
+    else:
+        _put_felt(of_key, key, key_mask, to, problem, sample, place - blocks, span, m, d, ROWS, WIDTH, KEY_MASKED)
+
+
+@triton.jit
+def _handed_side(
+    gradient, scaled, mask, out, shared, factor, inverse, problem, sample, block, span, count, stride, d,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    for start in range(0, count, ROWS):
+    first, end = _reach(block, span, count)
+    for start in range(first, end, ROWS):
         i = start + tl.arange(0, ROWS)
+        g = read(gradient, problem, i, i < count, count, d, WIDTH)
+        y = read(scaled, problem, i, i < count, count, d, WIDTH)
+        values = (g - shared[None, :] - y * factor) * inverse
         valid = valid_rows(mask, sample, i, count, MASKED)
-        g = read(gradient, problem, i, valid, count, d, WIDTH)
-        values = (g - shared[None, :] - read(scaled, problem, i, valid, count, d, WIDTH) * factor) * inverse
         write_at(out, tl.where(valid[:, None], values, 0.0), i, count, stride, d, WIDTH)
 
 
 @triton.jit
 def _standardise_back(
-    of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, inverse, counts, heads, n, m, d,
-    query_sample, query_head, query_row, key_sample, key_head, key_row,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
+    of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, sums, inverse, counts, heads, n, m, d,
+    query_sample, query_head, query_row, key_sample, key_head, key_row, span, blocks, places,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, QUERY_MASKED: tl.constexpr,
+    KEY_MASKED: tl.constexpr,
 ):  # fmt: skip
-    problem = tl.program_id(0).to(tl.int64)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    problem, place = (program // places).to(tl.int64), program % places
     sample, head = problem // heads, problem % heads
-    out_query += sample * query_sample + head * query_head
-    out_key += sample * key_sample + head * key_head
-    count = tl.load(counts + problem)
-    first, of_first = _felt(of_query, query, query_mask, problem, sample, n, d, ROWS, WIDTH, QUERY_MASKED)
-    second, of_second = _felt(of_key, key, key_mask, problem, sample, m, d, ROWS, WIDTH, KEY_MASKED)
-    shared, factor = (first + second) / count, (of_first + of_second) / (count * d)
-    by = tl.load(inverse + problem)
-    _handed(
-        of_query, query, query_mask, out_query, shared, factor, by, problem, sample, n, query_row, d,
-        ROWS, WIDTH, QUERY_MASKED,
-    )  # fmt: skip
-    _handed(of_key, key, key_mask, out_key, shared, factor, by, problem, sample, m, key_row, d, ROWS, WIDTH, KEY_MASKED)
+    count, by = tl.load(counts + problem), tl.load(inverse + problem)
+    summed, further, there = _added(sums, problem, places, d + 1, d, WIDTH, PLACES)
+    shared, factor = summed / count, tl.sum(tl.load(further, mask=there, other=0.0), 0) / (count * d)
+    if place < blocks:
+        out_query += sample * query_sample + head * query_head
+        _handed_side(
+            of_query, query, query_mask, out_query, shared, factor, by, problem, sample, place, span, n, query_row, d,
+            ROWS, WIDTH, QUERY_MASKED,
+        )  # fmt: skip
+    else:
+        out_key += sample * key_sample + head * key_head
+        _handed_side(
+            of_key, key, key_mask, out_key, shared, factor, by, problem, sample, place - blocks, span, m, key_row, d,
+            ROWS, WIDTH, KEY_MASKED,
+        )  # fmt: skip
 
 
 def kind_of(tokens: Tensor) -> Kind:
@@ -248,12 +275,17 @@ def backward(
 ) -> None:
     """Gradients of what was standardised, written where they are to be `found`."""
     query, key = scaled
-    samples, heads = query.shape[:2]
+    (samples, heads, n, d), m = query.shape, key.shape[2]
     given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
-    strides = *found[0].stride()[:3], *found[1].stride()[:3]
-    sizes = heads, query.shape[2], key.shape[2], query.shape[3], *strides
-    settings = _shapes(query, query_mask, key_mask)
-    launch(_standardise_back, samples * heads, *given, *found, inverse, counts, *sizes, **settings)
+    divided, masked = _divided(n, m), _masked(query_mask, key_mask)
+    programs = samples * heads * divided.places
+    sums = query.new_empty(programs, d + 1)
+    launch(_standardise_back_sums, programs, *given, sums, heads, n, m, d, *divided, **_shape(FELT, query), **masked)
+    launch(
+        _standardise_back, programs, *given, *found, sums, inverse, counts, heads, n, m, d,
+        *found[0].stride()[:3], *found[1].stride()[:3], *divided, PLACES=triton.next_power_of_2(divided.places),
+        **_shape(HANDED, query), **masked,
+    )  # fmt: skip
 
 
 class _Divided(NamedTuple):
@@ -277,13 +309,3 @@ def _shape(form: Form, tokens: Tensor) -> dict[str, Any]:
 
 def _masked(query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, bool]:
     return {"QUERY_MASKED": query_mask is not None, "KEY_MASKED": key_mask is not None}
-
-
-def _shapes(query: Tensor, query_mask: Tensor | None, key_mask: Tensor | None) -> dict[str, object]:
-    return {
-        "num_warps": 8,  # problems may be few, and each has much to wait for
-        "ROWS": TILE if width_of(query) <= TILE else TILE // 2,
-        "WIDTH": width_of(query),
-        "QUERY_MASKED": query_mask is not None,
-        "KEY_MASKED": key_mask is not None,
-    }

@@ -550,11 +550,46 @@ def test_losses_that_come_with_their_gradients_are_weighed_on_the_way_back(metho
 
 
 @inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "m"), [(150, 20), (33, 33)])
 @pytest.mark.parametrize("method", ["mmd", "ot"])
-def test_gradients_past_the_scale_and_through_it_are_added(method, monkeypatch):
-    """A class may make of its method's losses, and of tokens on one scale, what it likes."""
-    from alignattn.matching import kernels
+def test_losses_tell_sums_of_the_gradients_they_come_with(method, n, m, dtype, monkeypatch):
+    """Of gradients, and of them times tokens; as precise as the halves of which the gradients were made."""
+    from alignattn.matching.scale import Way
 
+    own, seen = Way.back, []
+
+    def back(self, gradients, kept, counts, sums):
+        tokens = torch.cat(kept[:2], 2).flatten(0, 1).double()
+        seen.append((torch.cat(gradients, 2).flatten(0, 1).double(), tokens, sums.double().sum(1)))
+        return own(self, gradients, kept, counts, sums)
+
+    monkeypatch.setattr(Way, "back", back)
+    _, found = matchings(method, 24)
+    query, key, masks = layered(n, m, 24, masked=True)
+    found(query, key, masks, dtype)
+    ((gradients, tokens, sums),) = seen
+    felt = (gradients * tokens).sum((1, 2))
+    of_one = 1e-6 if dtype == torch.float32 else 2**-11 / (n + m) ** 0.5  # of many the rounding is another each
+    size = gradients.abs().sum((1, 2))
+    assert ((sums[:, :-1] - gradients.sum(1)).abs() <= 1e-6 * size[:, None]).all()
+    assert ((sums[:, -1] - felt).abs() <= of_one * (gradients * tokens).abs().sum((1, 2))).all()
+    assert (felt.abs() > 100 * of_one * size).all()
+
+
+@inside
+@pytest.mark.parametrize(("span", "most", "n"), [(128, 16, 21), (16, 16, 21), (64, 1, 150)])
+@pytest.mark.parametrize("method", ["mmd", "ot"])
+def test_gradients_past_the_scale_and_through_it_are_added(method, span, most, n, monkeypatch):
+    """A class may make of its method's losses, and of tokens on one scale, what it likes.
+
+    And sums that come with gradients are those of other programs than the scale has, or of too many to be read.
+    """
+    from alignattn.matching import kernels
+    from alignattn.matching.kernels import scale
+
+    monkeypatch.setattr(scale, "SPAN", span)
+    monkeypatch.setattr(scale, "MOST", most)
     matcher, _ = matchings(method, 16)
 
     class Own(type(matcher)):
@@ -563,7 +598,7 @@ def test_gradients_past_the_scale_and_through_it_are_added(method, monkeypatch):
             return super().losses(query, key, *given) * 3 + apart + super().losses(2 * query, key, *given)
 
     own = Own(matcher.config)
-    query, key, masks = layered(21, 18, 16, masked=True)
+    query, key, masks = layered(n, 18, 16, masked=True)
 
     def found(dtype):
         leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (query, key)]
@@ -936,7 +971,7 @@ def asked_at_once(query, key, masks, *, products, with_gradient=True, debiased=T
 
     asked = Asked(0.25, 5e7, 1.0, 3, 0.05, debiased)
     given = [None if side is None else side.to(DEVICE) for side in (query, key, *masks)]
-    return divergence(*given, asked, with_gradient=with_gradient, products=products)
+    return divergence(*given, asked, with_gradient=with_gradient, products=products)[:3]
 
 
 @inside

@@ -121,17 +121,19 @@ class _Discrepancy(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         ctx.dtypes = query.dtype, key.dtype
         ctx.way, kept = (None, ()) if scaled is None else (scaled.way, scaled.kept)
-        query, key = (query, key) if scaled is None else kept[:2]
-        losses, *gradients = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
-        ctx.save_for_backward(*gradients, *kept)
+        if scaled is None:
+            losses, *found = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
+        else:
+            losses, *found = _by_kernels(kept[0], kept[1], query_mask, key_mask, wanted, *settings)
+        ctx.save_for_backward(*found, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, kept = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        gradients, rest = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
         if ctx.way is not None:
-            return *ctx.way.back(gradients, kept, outer[0]), *[None] * 8
+            return *ctx.way.back(gradients, rest[1:], outer[0], rest[0]), *[None] * 8
         # In working precision up to here: a loss scaler's factor may be what keeps them from vanishing in fp16.
         of_query, of_key = (
             (gradient * outer[0][..., None, None]).to(dtype)
@@ -160,11 +162,8 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
     if kernels.serve(query) and kernels.serve(key):
-        from alignattn.matching.kernels.discrepancy import discrepancy
-
-        inverse = _inverse_for_kernels(query, key, query_mask, key_mask, typical, bandwidth)
-        how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
-        return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
+        settings = with_gradient, typical, bandwidth, unbiased, without_own, products
+        return _by_kernels(query, key, query_mask, key_mask, *settings)[:3]
     samples, heads, ends = query.shape[0], query.shape[1], (query.shape[2], query.shape[2] + key.shape[2])
     tokens, squares, weight, peak = _placed(query, key, query_mask, key_mask)
     if typical:
@@ -198,6 +197,26 @@ def _evaluate(
         losses += loss
         gradients.append(gradient.div_(peak[:, None, None]).unflatten(0, (samples, heads)))
     return losses.view(samples, heads), gradients[0], gradients[1]
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    with_gradient: bool,
+    typical: str,
+    bandwidth: float,
+    unbiased: bool,
+    without_own: bool,
+    products: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and sums of the gradients."""
+    from alignattn.matching.kernels.discrepancy import discrepancy
+
+    inverse = _inverse_for_kernels(query, key, query_mask, key_mask, typical, bandwidth)
+    how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
+    return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
 
 
 def _placed(

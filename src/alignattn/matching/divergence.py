@@ -65,18 +65,18 @@ class _Divergence(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         ctx.way, kept = (None, ()) if scaled is None else (scaled.way, scaled.kept)
         query, key = (query, key) if scaled is None else kept[:2]
-        losses, *gradients = by_kernels.divergence(
+        losses, *found = by_kernels.divergence(
             query, key, query_mask, key_mask, asked, with_gradient=wanted, products=products
         )
-        ctx.save_for_backward(*gradients, *kept)
+        ctx.save_for_backward(*found, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, kept = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        gradients, rest = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
         if ctx.way is not None:
-            return *ctx.way.back(gradients, kept, outer[0]), *[None] * 5
+            return *ctx.way.back(gradients, rest[1:], outer[0], rest[0]), *[None] * 5
         of_query, of_key = (
             gradient * outer[0][..., None, None] if wanted else None
             for gradient, wanted in zip(gradients, ctx.needs_input_grad, strict=False)

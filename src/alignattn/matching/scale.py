@@ -41,9 +41,16 @@ class Way(NamedTuple):
     given_up: list[list[Tensor | None]]  # those of them that gradients may be written over, once: then none are left
 
     def back(
-        self, gradients: tuple[Tensor, Tensor], kept: tuple[Tensor, ...], counts: Tensor | None = None
+        self,
+        gradients: tuple[Tensor, Tensor],
+        kept: tuple[Tensor, ...],
+        counts: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of queries and keys as they came, of those on one scale, each problem of which counts so much."""
+        """Gradients of queries and keys as they came, of those on one scale, each problem of which counts so much.
+
+        `sums`: of those gradients, where whoever made them has added them up (kernels/scale.py).
+        """
         from alignattn.matching.kernels import scale
 
         query, key, inverse, tokens = kept
@@ -51,7 +58,7 @@ class Way(NamedTuple):
         # Two ways may lead back, of which autograd adds what comes: the second needs a place of its own.
         over = self.given_up.pop() if self.given_up else (None, None)
         places = [scale.place_of(kind, side, there) for kind, side, there in zip(self.kinds, kept, over, strict=False)]
-        scale.backward(gradients, (query, key), *self.masks, by, tokens, places)
+        scale.backward(gradients, (query, key), *self.masks, by, tokens, places, sums)
         return places[0], places[1]
 
 

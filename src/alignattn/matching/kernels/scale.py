@@ -4,6 +4,7 @@ tokens a dozen times.
 A program serves some tokens of one side of a problem. The first kernel adds up what they have to tell of their problem:
 on the way there tokens and their squares, in double precision, on the way back what is felt. The second reads the sums
 of all programs of its problem, and the tokens again, and writes. It begins with the last: these are in the cache still.
+What is felt may be known before, of whoever made the gradients (put_felt): one launch is enough then.
 
 Queries and keys come as models make them, often with the heads of a token beside each other, and their gradients go
 back as they came: to have them otherwise would be a pass over all tokens on either way.
@@ -146,6 +147,18 @@ def _standardise(
 
 
 @triton.jit
+def put_felt(sums, at, gradient, placed, size, origin, d, WIDTH: tl.constexpr):
+    """What some tokens feel: the sum of their gradients, and of these times tokens, which are placed · size + origin.
+
+    Any kernel that makes gradients of tokens on one scale may tell this of its own: they are not read for it then.
+    """
+    e = tl.arange(0, WIDTH)
+    to, summed = sums + at * (d + 1), tl.sum(gradient, 0)
+    tl.store(to + e, summed, mask=e < d)
+    tl.store(to + d, tl.sum(tl.sum(gradient * placed, 0), 0) * size + tl.sum(summed * origin, 0))
+
+
+@triton.jit
 def _put_felt(
     gradient, scaled, mask, to, problem, sample, block, span, count, d,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
@@ -197,15 +210,16 @@ def _handed_side(
 @triton.jit
 def _standardise_back(
     of_query, of_key, query, key, query_mask, key_mask, out_query, out_key, sums, inverse, counts, heads, n, m, d,
-    query_sample, query_head, query_row, key_sample, key_head, key_row, span, blocks, places,
+    query_sample, query_head, query_row, key_sample, key_head, key_row, told, span, blocks, places,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, QUERY_MASKED: tl.constexpr,
     KEY_MASKED: tl.constexpr,
 ):  # fmt: skip
+    """`told`: sums of a problem."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     problem, place = (program // places).to(tl.int64), program % places
     sample, head = problem // heads, problem % heads
     count, by = tl.load(counts + problem), tl.load(inverse + problem)
-    summed, further, there = _added(sums, problem, places, d + 1, d, WIDTH, PLACES)
+    summed, further, there = _added(sums, problem, told, d + 1, d, WIDTH, PLACES)
     shared, factor = summed / count, tl.sum(tl.load(further, mask=there, other=0.0), 0) / (count * d)
     if place < blocks:
         out_query += sample * query_sample + head * query_head
@@ -272,18 +286,23 @@ def backward(
     inverse: Tensor,
     counts: Tensor,
     found: Sequence[Tensor],
+    sums: Tensor | None = None,
 ) -> None:
-    """Gradients of what was standardised, written where they are to be `found`."""
+    """Gradients of what was standardised, written where they are to be `found`; `sums` of those that came, if known."""
     query, key = scaled
     (samples, heads, n, d), m = query.shape, key.shape[2]
     given = *(g.contiguous() for g in gradients), *scaled, *as_bytes(query_mask, key_mask, query)
     divided, masked = _divided(n, m), _masked(query_mask, key_mask)
     programs = samples * heads * divided.places
-    sums = query.new_empty(programs, d + 1)
-    launch(_standardise_back_sums, programs, *given, sums, heads, n, m, d, *divided, **_shape(FELT, query), **masked)
+    if sums is None or sums.shape[1] > 2 * MOST:
+        sums = query.new_empty(samples * heads, divided.places, d + 1)
+        launch(
+            _standardise_back_sums, programs, *given, sums, heads, n, m, d, *divided, **_shape(FELT, query), **masked
+        )
     launch(
         _standardise_back, programs, *given, *found, sums, inverse, counts, heads, n, m, d,
-        *found[0].stride()[:3], *found[1].stride()[:3], *divided, PLACES=triton.next_power_of_2(divided.places),
+        *found[0].stride()[:3], *found[1].stride()[:3], sums.shape[1], *divided,
+        PLACES=triton.next_power_of_2(sums.shape[1]),
         **_shape(HANDED, query), **masked,
     )  # fmt: skip
 

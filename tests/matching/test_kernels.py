@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="pip install triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -411,7 +412,7 @@ def test_scaling_of_tokens_far_from_zero(away):
     told = on_one_scale(query.to(DEVICE), key.to(DEVICE), *given)
     exact = on_one_scale(query.double(), key.double(), *masks)
     # The mean is of single precision: all may be off by what its last bit is worth; the deviation by less.
-    for one, truth, bit in zip(told, exact, (1e-7, 1e-7, 1e-10), strict=True):
+    for one, truth, bit in zip(told[:3], exact[:3], (1e-7, 1e-7, 1e-10), strict=True):
         assert (one.cpu().double() - truth).abs().max() <= bit * abs(away) + 1e-6 * truth.abs().max()
 
 
@@ -459,6 +460,54 @@ def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
 
 
 @inside
+@pytest.mark.parametrize(("span", "most"), [(32, 2), (32, 16), (64, 3), (128, 1)])
+@pytest.mark.parametrize("rows", [16, 32])
+def test_scaling_divided_among_programs_in_any_way(span, most, rows, monkeypatch):
+    """Some of them have padding alone, and each side as many as it needs."""
+    from alignattn.matching.kernels import scale
+    from alignattn.matching.scale import standardise
+
+    monkeypatch.setattr(scale, "SPAN", span)
+    monkeypatch.setattr(scale, "MOST", most)
+    for name in ("SUMS", "SCALED", "FELT", "HANDED"):
+        monkeypatch.setattr(scale, name, scale.Form(rows, 4))
+    query, key, _ = sides(3, 200, 70, 16, masked=False)
+    query, key = query + 2.0, key * 3.0
+    masks = [torch.arange(count)[None] < torch.tensor([[left], [count], [0]]) for count, left in ((200, 30), (70, 66))]
+    outer = [torch.linspace(-1, 3, side.numel(), dtype=torch.float64).view(side.shape) for side in (query, key)]
+
+    def found(dtype, device):
+        leaves = [side.to(device, dtype).requires_grad_() for side in (query, key)]
+        scaled = standardise(*leaves, *(mask.to(device) for mask in masks))
+        gradients = torch.autograd.grad(scaled, leaves, [of.to(leaves[0]) for of in outer])
+        return [one.detach().cpu().double() for one in (*scaled, *gradients)]
+
+    for one, truth in zip(found(torch.float32, DEVICE), found(torch.float64, "cpu"), strict=True):
+        torch.testing.assert_close(one, truth, rtol=1e-5, atol=1e-5)
+        assert truth[0].any() and truth[1].any()
+
+
+@inside
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_has_no_scale_and_leaves_others_theirs(number):
+    from alignattn.matching.scale import on_one_scale
+
+    query, key = (side.to(DEVICE).float() for side in sides(3, 150, 20, 16, masked=False)[:2])
+    mask = (torch.arange(150, device=DEVICE) < 140).expand(3, -1)
+    clean = on_one_scale(query, key, mask, None)
+    query[0, 1, 130, 3] = number  # a token
+    query[1, 0, 140, 3] = number  # padding
+    told = on_one_scale(query, key, mask, None)
+    expected = clean.inverse.clone()
+    expected[0, 1] = torch.nan
+    torch.testing.assert_close(told.inverse, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in ((told.query, clean.query), (told.key, clean.key)):
+        assert not one[0, 1, :20].isfinite().any()
+        one[0, 1] = other[0, 1]
+        assert torch.equal(one, other)
+
+
+@inside
 @pytest.mark.parametrize(("n", "m"), [(18, 18), (5, 21)])
 def test_what_is_on_one_scale_is_one_tensor_already(n, m):
     """Else whoever takes queries and keys together copies both, and a record keeps room for that."""
@@ -471,6 +520,190 @@ def test_what_is_on_one_scale_is_one_tensor_already(n, m):
     tokens = joined(*layer)
     assert tokens.data_ptr() == scaled[0].data_ptr()
     assert torch.equal(tokens, torch.cat([side.flatten(1, 3) for side in layer], 1))
+
+
+class Passes(TorchDispatchMode):
+    """Names what torch itself computes number by number, or copies, of so many numbers at least."""
+
+    def __init__(self, least, *, copies=False):
+        super().__init__()
+        self.least, self.copies, self.seen = least, copies, []
+
+    def __torch_dispatch__(self, operator, types, given=(), settings=None):
+        found = operator(*given, **(settings or {}))
+        counts = operator is torch.ops.aten.copy_.default if self.copies else torch.Tag.pointwise in operator.tags
+        if counts and found.numel() >= self.least:
+            self.seen.append(f"{operator} of {found.dtype}")
+        return found
+
+
+@inside
+@pytest.mark.parametrize(("method", "options"), [("mmd", {"bandwidth": "mean"}), ("ot", {})])
+def test_losses_that_come_with_their_gradients_are_weighed_on_the_way_back(method, options):
+    """And not in a pass over all of them; what is on no scale has no such way."""
+    query, key, masks = layered(33, 20, 16, masked=True)
+    for standardise in (True, False):
+        _, found = matchings(method, 16, standardise=standardise, **options)
+        with Passes(min(query.numel(), key.numel())) as counted:
+            found(query, key, masks, torch.float32)
+        assert counted.seen.count("aten.mul.Tensor of torch.float32") == (0 if standardise else 2)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "m"), [(150, 20), (33, 33)])
+@pytest.mark.parametrize("method", ["mmd", "ot"])
+def test_losses_tell_sums_of_the_gradients_they_come_with(method, n, m, dtype, monkeypatch):
+    """Of gradients, and of them times tokens; as precise as the halves of which the gradients were made."""
+    from alignattn.matching.scale import Way
+
+    own, seen = Way.back, []
+
+    def back(self, gradients, kept, counts, sums):
+        tokens = torch.cat(kept[:2], 2).flatten(0, 1).double()
+        seen.append((torch.cat(gradients, 2).flatten(0, 1).double(), tokens, sums.double().sum(1)))
+        return own(self, gradients, kept, counts, sums)
+
+    monkeypatch.setattr(Way, "back", back)
+    _, found = matchings(method, 24)
+    query, key, masks = layered(n, m, 24, masked=True)
+    found(query, key, masks, dtype)
+    ((gradients, tokens, sums),) = seen
+    felt = (gradients * tokens).sum((1, 2))
+    of_one = 1e-6 if dtype == torch.float32 else 2**-11 / (n + m) ** 0.5  # of many the rounding is another each
+    size = gradients.abs().sum((1, 2))
+    assert ((sums[:, :-1] - gradients.sum(1)).abs() <= 1e-6 * size[:, None]).all()
+    assert ((sums[:, -1] - felt).abs() <= of_one * (gradients * tokens).abs().sum((1, 2))).all()
+    assert (felt.abs() > 100 * of_one * size).all()
+
+
+@inside
+@pytest.mark.parametrize(("span", "most", "n"), [(128, 16, 21), (16, 16, 21), (64, 1, 150)])
+@pytest.mark.parametrize("method", ["mmd", "ot"])
+def test_gradients_past_the_scale_and_through_it_are_added(method, span, most, n, monkeypatch):
+    """A class may make of its method's losses, and of tokens on one scale, what it likes.
+
+    And sums that come with gradients are those of other programs than the scale has, or of too many to be read.
+    """
+    from alignattn.matching import kernels
+    from alignattn.matching.kernels import scale
+
+    monkeypatch.setattr(scale, "SPAN", span)
+    monkeypatch.setattr(scale, "MOST", most)
+    matcher, _ = matchings(method, 16)
+
+    class Own(type(matcher)):
+        def losses(self, query, key, *given):
+            apart = (query.square().mean((-1, -2)) * key.sum((-1, -2))).flatten(0, 1)
+            return super().losses(query, key, *given) * 3 + apart + super().losses(2 * query, key, *given)
+
+    own = Own(matcher.config)
+    query, key, masks = layered(n, 18, 16, masked=True)
+
+    def found(dtype):
+        leaves = [t.to(DEVICE, dtype).requires_grad_() for t in (query, key)]
+        losses = own(*leaves, *(mask.to(DEVICE) for mask in masks), ["a", "b"])
+        outer = torch.linspace(-0.5, 1.5, losses.numel()).view(losses.shape).to(losses)
+        return [t.detach().double().cpu() for t in (losses, *torch.autograd.grad(losses, leaves, outer))]
+
+    told = found(torch.float32)
+    monkeypatch.setattr(kernels, "serve", lambda *_, **__: False)
+    for one, truth in zip(told, found(torch.float64), strict=True):
+        assert (one - truth).square().mean().sqrt() <= 1e-5 * truth.square().mean().sqrt()
+
+
+OVERWRITTEN = {
+    "gan": {},
+    "gan, keys alone": {"detach_query": True},
+    "gan of values": {"matched": "value"},
+    "gan as it is": {"standardise": False},
+    "ct": {},
+    "ct of unit navigators": {"normalise_navigator": True},
+    "mmd": {"bandwidth": "mean"},
+    "mmd of medians": {},
+    "mmd as it is": {"standardise": False},
+    "ot": {},
+    "ot unrolled": {"gradient": "unrolled"},
+}
+
+
+def differentiated(matcher, query, key, masks, *, beside, **settings):
+    """Of copies that lie as models make them, `beside`: with the heads of a token beside each other."""
+    from alignattn.matching.at_once import differentiate
+
+    copies = [side.transpose(2, 3).contiguous().transpose(2, 3) if beside else side.clone() for side in (query, key)]
+    outer = torch.linspace(0.5, 1.5, query.shape[:3].numel(), device=query.device).view(query.shape[:3])
+    return differentiate(matcher, *copies, *masks, ["a", "b"], outer, **settings), copies
+
+
+@inside
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("cut", ["whole", "layers", "heads"])
+@pytest.mark.parametrize("method", OVERWRITTEN)
+def test_gradients_are_the_same_where_tokens_were(method, cut, beside, monkeypatch):
+    from alignattn.matching import at_once
+
+    matcher, _ = matchings(method.replace(",", "").split()[0], 8, **OVERWRITTEN[method])
+    query, key, masks = layered(5, 7, 8, masked=True)
+    query, key = (side.to(DEVICE, torch.bfloat16) for side in (query, key))
+    masks = [mask.to(DEVICE) for mask in masks]
+    size = {"whole": 2**30, "layers": (query.numel() + key.numel()) // 2, "heads": 1}[cut]
+    monkeypatch.setitem(at_once.PIECE, query.device.type, size)
+    apart, _ = differentiated(matcher, query, key, masks, beside=beside)
+    over, tokens = differentiated(matcher, query, key, masks, beside=beside, in_place=True)
+    assert torch.equal(over.losses, apart.losses)
+    for told, other, place in zip((over.query, over.key), (apart.query, apart.key), tokens, strict=True):
+        assert told is (None if other is None else place)
+        assert torch.equal(place, torch.zeros_like(place) if other is None else other)
+    for told, other in zip(over.networks, apart.networks, strict=True):
+        assert torch.equal(told, other)
+
+
+@inside
+@pytest.mark.parametrize("method", ["gan", "ct", "mmd", "ot"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_no_gradient_is_copied_to_where_tokens_were(method, beside):
+    query, key, masks = layered(18, 18, 16, masked=True)
+    query, key = (side.to(DEVICE, torch.bfloat16) for side in (query, key))
+    masks = [mask.to(DEVICE) for mask in masks]
+    copied = {}
+    for standardise in (True, False):
+        matcher, _ = matchings(method, 16, standardise=standardise)
+        with Passes(query.numel() // 2, copies=True) as counted:
+            differentiated(matcher, query, key, masks, beside=beside, in_place=True)
+        copied[standardise] = counted.seen.count("aten.copy_.default of torch.bfloat16")
+    assert copied == {True: 0, False: 2}
+
+
+@inside
+@pytest.mark.parametrize("says", [False, True])
+def test_tokens_that_a_class_reads_otherwise_are_left_until_it_has(says, monkeypatch):
+    """Two ways back from one scale have two places. Who reads the tokens as they came has not said that all is gone."""
+    from alignattn.matching import kernels
+
+    matcher, _ = matchings("mmd", 16)
+    query, key, masks = layered(18, 21, 16, masked=True)
+
+    class Scaled(type(matcher)):
+        replayable = True
+
+        def losses(self, query, key, *given):
+            apart = query.square().mean((-1, -2)) * key.sum((-1, -2))
+            return super().losses(query, key, *given) + apart.flatten(0, 1)
+
+    class Own(type(matcher)):
+        def forward(self, query, key, *given):
+            apart = query.square().mean((-1, -2)) * key.sum((-1, -2))  # made first, it is differentiated last
+            return super().forward(query, key, *given) + apart
+
+    own = (Scaled if says else Own)(matcher.config)
+    given = [mask.to(DEVICE) for mask in masks]
+    single = [side.to(DEVICE, torch.float32) for side in (query, key)]
+    told, _ = differentiated(own, *single, given, beside=True, in_place=True)
+    monkeypatch.setattr(kernels, "serve", lambda *_, **__: False)
+    truth, _ = differentiated(own, query, key, masks, beside=True)
+    for one, exact in ((told.query, truth.query), (told.key, truth.key)):
+        assert (one.cpu() - exact).square().mean().sqrt() <= 1e-5 * exact.square().mean().sqrt()
 
 
 # The networks' trunk
@@ -576,6 +809,7 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     """Plain code in half precision would at least hold tokens and weights so: it could not do better."""
     from alignattn.matching import kernels
     from alignattn.matching import matcher as base
+    from alignattn.matching.scale import OnOneScale
 
     matcher, found = matchings(method, d)
     query, key, masks = layered(n, m, d, masked=True)
@@ -586,9 +820,9 @@ def test_matchings_of_half_precision_are_as_precise_as_it(method, n, m, d, monke
     exact = found(query, key, masks, torch.float64)
     scaled = base.on_one_scale
 
-    def rounded(*given):
-        *sides, inverse = scaled(*given)
-        return *(side + (side.detach().bfloat16().to(side) - side.detach()) for side in sides), inverse
+    def rounded(*given, **settings):
+        query, key, *rest = scaled(*given, **settings)
+        return OnOneScale(*(side + (side.detach().bfloat16().to(side) - side.detach()) for side in (query, key)), *rest)
 
     monkeypatch.setattr(base, "on_one_scale", rounded)
     for parameter in matcher.parameters():
@@ -737,7 +971,7 @@ def asked_at_once(query, key, masks, *, products, with_gradient=True, debiased=T
 
     asked = Asked(0.25, 5e7, 1.0, 3, 0.05, debiased)
     given = [None if side is None else side.to(DEVICE) for side in (query, key, *masks)]
-    return divergence(*given, asked, with_gradient=with_gradient, products=products)
+    return divergence(*given, asked, with_gradient=with_gradient, products=products)[:3]
 
 
 @inside
@@ -805,6 +1039,7 @@ def test_a_game_of_halves_knows_eleven_bits(n, m, d, monkeypatch):
     """As many as tokens of fp16. Of tokens the typical one: where a ReLU bends, any rounding may take another side."""
     from alignattn.matching import kernels
     from alignattn.matching import matcher as base
+    from alignattn.matching.scale import OnOneScale
 
     matcher, found = matchings("gan", d)
     query, key, masks = layered(n, m, d, masked=True)
@@ -814,9 +1049,9 @@ def test_a_game_of_halves_knows_eleven_bits(n, m, d, monkeypatch):
     exact = found(query, key, masks, torch.float64)
     scaled = base.on_one_scale
 
-    def rounded(*given):
-        *sides, inverse = scaled(*given)
-        return *(side.half().to(side) for side in sides), inverse
+    def rounded(*given, **settings):
+        query, key, *rest = scaled(*given, **settings)
+        return OnOneScale(*(side.half().to(side) for side in (query, key)), *rest)
 
     monkeypatch.setattr(base, "on_one_scale", rounded)
     for parameter in matcher.parameters():

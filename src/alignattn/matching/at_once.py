@@ -75,7 +75,13 @@ def differentiate(
         as_ever = torch.autocast(query.device.type, enabled=False)
         # One that could not be cut to size, a whole graph for one, would hold on to as much while the model runs.
         reuses = leaves_nothing and sum(leaf.numel() for leaf in leaves) <= PIECE["cpu"]
-        with matcher.scratch.piece(reuses=reuses), torch.enable_grad(), as_ever, networks.of(layers, query) as own:
+        with (
+            matcher.scratch.piece(reuses=reuses),
+            matcher.giving_up(tokens=in_place),
+            torch.enable_grad(),
+            as_ever,
+            networks.of(layers, query) as own,
+        ):
             given = (leaves[0], leaves[1], masks[0], masks[1], layers)
             values: Tensor = functional_call(matcher, own, given) if own else matcher(*given)
             losses = values.new_empty(outer.shape, requires_grad=False) if losses is None else losses
@@ -153,13 +159,23 @@ def _gradients(values: Tensor, of: list[Tensor], outer: Tensor) -> Sequence[Tens
 def _with_piece(sofar: Tensor | None, piece: Piece, gradient: Tensor, *, like: Tensor, in_place: bool) -> Tensor:
     """Zeros where no gradient has come."""
     if in_place:
-        like[piece] = gradient
+        if not _are_one(gradient, like[piece]):  # a matcher may have written it there (scale.py)
+            like[piece] = gradient
         return like
     if sofar is None and gradient.shape == like.shape:
         return gradient
     sofar = torch.zeros_like(like) if sofar is None else sofar
     sofar[piece] = gradient
     return sofar
+
+
+def _are_one(one: Tensor, other: Tensor) -> bool:
+    """Whether the numbers of both are the same places in memory."""
+    layouts = [
+        (side.dtype, side.data_ptr(), [axis for axis in zip(side.shape, side.stride(), strict=True) if axis[0] > 1])
+        for side in (one, other)
+    ]
+    return layouts[0] == layouts[1]
 
 
 def _are_apart(one: Tensor | None, other: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ from alignattn.errors import ConfigError, checked, unknown
 from alignattn.matching import kernels, scratch
 from alignattn.matching.matcher import Matcher, MatcherConfig
 from alignattn.matching.opaque import opaque
+from alignattn.matching.scale import OnOneScale
 from alignattn.matching.tokens import (
     check_pair,
     chunks_of,
@@ -91,14 +92,16 @@ def _mmd(
     unbiased: bool,
     without_own: bool,
     products: str,
+    scaled: OnOneScale | None = None,
 ) -> Float[Tensor, "b h"]:
+    """`scaled`: how queries and keys were brought onto one scale. Their gradient goes past it then."""
     named = isinstance(bandwidth, str)
     settings = (str(bandwidth), 0.0) if named else ("", float(bandwidth))
     key = key.view_as(key) if key is query else key  # torch.compile wants them told apart
     key_mask = told_apart(query_mask, key_mask)
-    losses: Tensor = _Discrepancy.apply(
-        query, key, query_mask, key_mask, *settings, unbiased, without_own and query.shape[2] == key.shape[2], products
-    )
+    own = without_own and query.shape[2] == key.shape[2]
+    came = (query, key) if scaled is None else scaled.came
+    losses: Tensor = _Discrepancy.apply(*came, query_mask, key_mask, scaled, *settings, unbiased, own, products)
     return losses
 
 
@@ -112,23 +115,31 @@ class _Discrepancy(torch.autograd.Function):
         key: Tensor,
         query_mask: Tensor | None,
         key_mask: Tensor | None,
+        scaled: OnOneScale | None,
         *settings: Any,  # as _evaluate has them
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        losses, *gradients = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
-        ctx.save_for_backward(*gradients)
         ctx.dtypes = query.dtype, key.dtype
+        ctx.way, kept = (None, ()) if scaled is None else (scaled.way, scaled.kept)
+        if scaled is None:
+            losses, *found = _evaluate(query, key, query_mask, key_mask, wanted, *settings)
+        else:
+            losses, *found = _by_kernels(kept[0], kept[1], query_mask, key_mask, wanted, *settings)
+        ctx.save_for_backward(*found, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, rest = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        if ctx.way is not None:
+            return *ctx.way.back(gradients, rest[1:], outer[0], rest[0]), *[None] * 8
         # In working precision up to here: a loss scaler's factor may be what keeps them from vanishing in fp16.
         of_query, of_key = (
             (gradient * outer[0][..., None, None]).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return of_query, of_key, *[None] * 7
+        return of_query, of_key, *[None] * 8
 
 
 def _like_evaluate(query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,11 +162,8 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [b, h] and what they are differentiated to, in queries and in keys. `typical` names a bandwidth."""
     if kernels.serve(query) and kernels.serve(key):
-        from alignattn.matching.kernels.discrepancy import discrepancy
-
-        inverse = _inverse_for_kernels(query, key, query_mask, key_mask, typical, bandwidth)
-        how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
-        return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
+        settings = with_gradient, typical, bandwidth, unbiased, without_own, products
+        return _by_kernels(query, key, query_mask, key_mask, *settings)[:3]
     samples, heads, ends = query.shape[0], query.shape[1], (query.shape[2], query.shape[2] + key.shape[2])
     tokens, squares, weight, peak = _placed(query, key, query_mask, key_mask)
     if typical:
@@ -189,6 +197,26 @@ def _evaluate(
         losses += loss
         gradients.append(gradient.div_(peak[:, None, None]).unflatten(0, (samples, heads)))
     return losses.view(samples, heads), gradients[0], gradients[1]
+
+
+def _by_kernels(
+    query: Tensor,
+    key: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    with_gradient: bool,
+    typical: str,
+    bandwidth: float,
+    unbiased: bool,
+    without_own: bool,
+    products: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and sums of the gradients."""
+    from alignattn.matching.kernels.discrepancy import discrepancy
+
+    inverse = _inverse_for_kernels(query, key, query_mask, key_mask, typical, bandwidth)
+    how = {"unbiased": unbiased, "without_own": without_own, "with_gradient": with_gradient}
+    return discrepancy(query, key, query_mask, key_mask, inverse, products=products, **how)
 
 
 def _placed(
@@ -338,5 +366,5 @@ class DiscrepancyMatcher(Matcher):
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
         config = self.config
-        how = (config.bandwidth, config.unbiased, config.without_own, self.products)
+        how = (config.bandwidth, config.unbiased, config.without_own, self.products, self.brought(query, key))
         return _mmd(query.flatten(0, 1), key.flatten(0, 1), query_mask, key_mask, *how)

@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alignattn.matching.scale import OnOneScale
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -35,9 +37,14 @@ def divergence(
     asked: Asked,
     *,
     products: str,
+    scaled: OnOneScale | None = None,
 ) -> Float[Tensor, "b h"]:
-    """Of each problem, where kernels serve; zero where a side has no tokens."""
-    losses: Tensor = _Divergence.apply(query, key, query_mask, key_mask, asked, products)
+    """Of each problem, where kernels serve; zero where a side has no tokens.
+
+    `scaled`: how queries and keys were brought onto one scale. Their gradient goes past it then.
+    """
+    came = (query, key) if scaled is None else scaled.came
+    losses: Tensor = _Divergence.apply(*came, query_mask, key_mask, scaled, asked, products)
     return losses
 
 
@@ -49,23 +56,29 @@ class _Divergence(torch.autograd.Function):
         key: Tensor,
         query_mask: Tensor | None,
         key_mask: Tensor | None,
+        scaled: OnOneScale | None,
         asked: Asked,
         products: str,
     ) -> Tensor:
         from alignattn.matching.kernels import divergence as by_kernels
 
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        losses, *gradients = by_kernels.divergence(
+        ctx.way, kept = (None, ()) if scaled is None else (scaled.way, scaled.kept)
+        query, key = (query, key) if scaled is None else kept[:2]
+        losses, *found = by_kernels.divergence(
             query, key, query_mask, key_mask, asked, with_gradient=wanted, products=products
         )
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*found, *kept)
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, rest = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        if ctx.way is not None:
+            return *ctx.way.back(gradients, rest[1:], outer[0], rest[0]), *[None] * 5
         of_query, of_key = (
             gradient * outer[0][..., None, None] if wanted else None
-            for gradient, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+            for gradient, wanted in zip(gradients, ctx.needs_input_grad, strict=False)
         )
-        return of_query, of_key, *[None] * 4
+        return of_query, of_key, *[None] * 5

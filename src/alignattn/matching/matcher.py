@@ -17,7 +17,7 @@ from alignattn.errors import ConfigError, unknown
 from alignattn.matching import kernels
 from alignattn.matching.beside import parted, together
 from alignattn.matching.networks import Rows
-from alignattn.matching.scale import on_one_scale
+from alignattn.matching.scale import OnOneScale, on_one_scale
 from alignattn.matching.scratch import Scratch
 from alignattn.matching.tokens import blank_padding, full_precision
 
@@ -87,7 +87,9 @@ class Matcher(nn.Module):
         self.edges: Edges | None = None  # of the call that is being matched
         # Of each problem that was just brought onto one scale, one over the deviation [lb, h]: NaN where a token is.
         self.scales: Tensor | None = None
+        self._brought: tuple[Tensor, Tensor, OnOneScale] | None = None  # while losses are made of these two
         self._narrowed = False  # to the layers of the call that is being matched
+        self._given_up = False  # are its queries and keys, once they have been read
         self.products = kernels.EXACT  # how kernels make them, of the tokens that are being matched
 
     def networks(self, names: list[str], width: int) -> Mapping[str, nn.Module]:
@@ -192,6 +194,15 @@ class Matcher(nn.Module):
         finally:
             self._narrowed = False
 
+    @contextmanager
+    def giving_up(self, *, tokens: bool) -> Iterator[None]:
+        """Within, where it is so, nobody needs queries and keys but to be matched, once: gradients may lie there."""
+        self._given_up = tokens and self.leaves_nothing()
+        try:
+            yield
+        finally:
+            self._given_up = False
+
     def _says(self, word: str) -> bool:
         for kind in type(self).__mro__:
             if own := {"losses", "forward", word} & vars(kind).keys():
@@ -240,14 +251,27 @@ class Matcher(nn.Module):
         self.products = kernels.products_for(query.dtype, key.dtype)
         masks = [None if m is None else m.flatten(0, 1) for m in map(self.counted, (query_mask, key_mask))]
         masks[1] = masks[0] if key_mask is query_mask else masks[1]
+        scaled = None
         if self.config.standardise:
-            *ready, self.scales = on_one_scale(query.flatten(0, 1), key.flatten(0, 1), masks[0], masks[1])
+            flat = query.flatten(0, 1), key.flatten(0, 1)
+            scaled = on_one_scale(*flat, masks[0], masks[1], given_up=self._given_up)
+            ready = [scaled.query, scaled.key]
         else:
-            self.scales = None
             ready = [blank_padding(query.flatten(0, 1), masks[0]), blank_padding(key.flatten(0, 1), masks[1])]
         query, key = (t.unflatten(0, (layers, samples)) for t in ready)
-        losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
+        self.scales = None if scaled is None else scaled.inverse
+        self._brought = None if scaled is None or scaled.way is None else (query, key, scaled)
+        try:
+            losses: Tensor = self.losses(query, key, masks[0], masks[1], names).unflatten(0, (layers, samples))
+        finally:
+            self._brought = None
         return losses
+
+    def brought(self, query: Tensor, key: Tensor) -> OnOneScale | None:
+        """How these were brought onto one scale by kernels: no others, though they be made of them."""
+        if self._brought is None or self._brought[0] is not query or self._brought[1] is not key:
+            return None
+        return self._brought[2]
 
     def _rows_of(self, names: list[str], width: int, bank: int, device: torch.device) -> Rows:
         """Which rows of a bank serve these layers; None for all in order. Kept, as to copy it makes a device wait."""

@@ -236,12 +236,12 @@ class TransportMatcher(Matcher):
         names: list[str],
     ) -> Float[Tensor, "lb h"]:
         config = self.config
-        heads = query.shape[2]
+        heads, scaled = query.shape[2], self.brought(query, key)
         query, key = query.flatten(0, 1), key.flatten(0, 1)
         if self._at_once() and kernels.serve(query) and kernels.serve(key):
             how = (config.epsilon, config.max_iterations, config.tolerance, config.debiased)
             asked = Asked(_scale(config.cost, query), _limit(query), *how)
-            return divergence(query, key, query_mask, key_mask, asked, products=self.products)
+            return divergence(query, key, query_mask, key_mask, asked, products=self.products, scaled=scaled)
         problems, alive = _prepared(config.cost, query, key, query_mask, key_mask)
         problems.products = self.products
 

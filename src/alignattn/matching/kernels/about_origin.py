@@ -34,6 +34,7 @@ class Placed:
     start: Tensor  # [p, 2, n + m], log2 marginals - |x|²/2, for two problems of each token
     steps: Tensor  # [p, 2, 3] zeros: of three problems, whether they are done, and after how many iterations
     facts: Tensor  # [p, FACTS]
+    ends: Tensor  # [p, 2, 3, d]: of either side the mean, and the least and most of each coordinate
     parts: int  # products that make one
 
 
@@ -78,6 +79,14 @@ def _ends(
 
 
 @triton.jit
+def origin_of(ends, problem, d, WIDTH: tl.constexpr):
+    """The middle of a problem."""
+    e = tl.arange(0, WIDTH)
+    at = ends + problem * 6 * d + e
+    return (tl.load(at, mask=e < d, other=0.0) + tl.load(at + 3 * d, mask=e < d, other=0.0)) / 2
+
+
+@triton.jit
 def _place_side(
     tokens, mask, origin, scale, limit, power, unit, many, alive, high, low, squares, log_marginal, across, within,
     problem, sample, place, block, count, d,
@@ -117,7 +126,7 @@ def _place(
     sample = problem // heads
     e = tl.arange(0, WIDTH)
     at, inside = ends + problem * 6 * d + e, e < d
-    origin = (tl.load(at, mask=inside, other=0.0) + tl.load(at + 3 * d, mask=inside, other=0.0)) / 2
+    origin = origin_of(ends, problem, d, WIDTH)
     least = tl.minimum(tl.load(at + d, mask=inside, other=0.0), tl.load(at + 4 * d, mask=inside, other=0.0))
     most = tl.maximum(tl.load(at + 2 * d, mask=inside, other=0.0), tl.load(at + 5 * d, mask=inside, other=0.0))
     power, unit = powers(tl.minimum(tl.max(tl.maximum(most - origin, origin - least), 0) * scale, limit))
@@ -178,4 +187,4 @@ def place(
     sizes = heads, n, m, d, blocks, places
     settings |= {"PARTS": parts, "FACTS": FACTS}
     launch(_place, problems * places, *tokens, ends, counts, *found, *sizes, scale, limit, **settings)
-    return Placed(*found, parts)
+    return Placed(*found, ends, parts)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from alignattn.matching.kernels import EXACT
 from alignattn.matching.kernels.halves import ROOM, product, read_halves, split
+from alignattn.matching.kernels.scale import put_felt
 from alignattn.matching.kernels.tiles import (
     TILE,
     TWO,
@@ -158,8 +159,8 @@ def _toward(
 
 @triton.jit
 def _side(
-    own_high, own_low, own_squares, own_mask, high, low, squares, other_mask, gradient, losses, size, r, a, c, problem,
-    sample, block, place, places, count, others, d, COUNT_ACROSS: tl.constexpr,
+    own_high, own_low, own_squares, own_mask, high, low, squares, other_mask, gradient, losses, means, sums, size, r, a,
+    c, problem, sample, block, place, places, count, others, d, COUNT_ACROSS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, OWN_MASKED: tl.constexpr,
     OTHER_MASKED: tl.constexpr, UNBIASED: tl.constexpr, WITHOUT_OWN: tl.constexpr, WITH_GRADIENT: tl.constexpr,
     PARTS: tl.constexpr,
@@ -189,13 +190,16 @@ def _side(
         if PARTS == 3:
             seen += own_rest.to(tl.float32)
         values = (pulled - weighed[:, None] * seen) * (2.0 * r * c / (size * ROOM * WITHIN))
-        write(gradient, tl.where(valid[:, None], values, 0.0), problem, i, count, d, WIDTH)
+        values = tl.where(valid[:, None], values, 0.0)
+        write(gradient, values, problem, i, count, d, WIDTH)
+        mean = tl.load(means + problem * d + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < d, other=0.0)
+        put_felt(sums, problem * places + place, values, seen, size / WITHIN, mean, d, WIDTH)
 
 
 @triton.jit
 def _sums(
-    query_high, query_low, key_high, key_low, query_squares, key_squares, query_mask, key_mask, factors, losses,
-    of_query, of_key, heads, n, m, d, blocks, places,
+    query_high, query_low, key_high, key_low, query_squares, key_squares, query_mask, key_mask, means, factors, losses,
+    of_query, of_key, sums, heads, n, m, d, blocks, places,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FACTORS: tl.constexpr,
     QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr, UNBIASED: tl.constexpr, WITHOUT_OWN: tl.constexpr,
     WITH_GRADIENT: tl.constexpr, PARTS: tl.constexpr,
@@ -208,14 +212,14 @@ def _sums(
     if place < blocks:
         _side(
             query_high, query_low, query_squares, query_mask, key_high, key_low, key_squares, key_mask, of_query,
-            losses, size, r, tl.load(at + 2), c, problem, sample, place, place, places, n, m, d, True,
+            losses, means, sums, size, r, tl.load(at + 2), c, problem, sample, place, place, places, n, m, d, True,
             ROWS, COLUMNS, WIDTH, QUERY_MASKED, KEY_MASKED, UNBIASED, WITHOUT_OWN, WITH_GRADIENT, PARTS,
         )  # fmt: skip
     else:
         _side(
             key_high, key_low, key_squares, key_mask, query_high, query_low, query_squares, query_mask, of_key,
-            losses, size, r, tl.load(at + 3), c, problem, sample, place - blocks, place, places, m, n, d, False,
-            ROWS, COLUMNS, WIDTH, KEY_MASKED, QUERY_MASKED, UNBIASED, WITHOUT_OWN, WITH_GRADIENT, PARTS,
+            losses, means, sums, size, r, tl.load(at + 3), c, problem, sample, place - blocks, place, places, m, n, d,
+            False, ROWS, COLUMNS, WIDTH, KEY_MASKED, QUERY_MASKED, UNBIASED, WITHOUT_OWN, WITH_GRADIENT, PARTS,
         )  # fmt: skip
 
 
@@ -230,8 +234,10 @@ def discrepancy(
     without_own: bool,
     with_gradient: bool,
     products: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [b, h], and their gradients in queries and keys [b, h, tokens, d], zeros where they are not asked for.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [b, h], their gradients in queries and keys [b, h, tokens, d], and sums of these as scale.py takes them.
+
+    Where they are not asked for gradients are zeros, and sums anything.
 
     `inverse` [b h] is 1/(2 s²) of the bandwidths; None: of the mean squared distance in each problem.
     """
@@ -265,12 +271,12 @@ def discrepancy(
         _place, problems * places, *tokens, means, factors, *placed, *squares, *sizes, blocks, places,
         ROWS=rows, PARTS=parts, **same,
     )  # fmt: skip
-    losses = query.new_empty(problems, places)
+    losses, sums = query.new_empty(problems, places), query.new_empty(problems, places, d + 1)
     two = {"maxnreg": TWO} if parts == 1 and width <= TILE else {}  # others would leave the registers
     gradients = [torch.empty_like(side) if with_gradient else torch.zeros_like(side) for side in (query, key)]
     launch(
-        _sums, problems * places, *placed, *squares, *masks, factors, losses, *gradients, *sizes, blocks, places,
-        ROWS=rows, COLUMNS=min(rows, TILE if width <= TILE else TILE // 2), WITH_GRADIENT=with_gradient, PARTS=parts,
-        num_warps=8 if rows > TILE or width > TILE else 4, num_stages=2, **two, **same, **kind,
+        _sums, problems * places, *placed, *squares, *masks, means, factors, losses, *gradients, sums, *sizes, blocks,
+        places, ROWS=rows, COLUMNS=min(rows, TILE if width <= TILE else TILE // 2), WITH_GRADIENT=with_gradient,
+        PARTS=parts, num_warps=8 if rows > TILE or width > TILE else 4, num_stages=2, **two, **same, **kind,
     )  # fmt: skip
-    return losses.sum(-1).view(samples, heads), gradients[0], gradients[1]
+    return losses.sum(-1).view(samples, heads), gradients[0], gradients[1], sums

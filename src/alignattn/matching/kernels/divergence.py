@@ -25,10 +25,11 @@ import triton.language as tl
 from torch import Tensor
 
 from alignattn.matching.divergence import Asked
-from alignattn.matching.kernels.about_origin import FACTS, place
+from alignattn.matching.kernels.about_origin import FACTS, origin_of, place
 from alignattn.matching.kernels.halves import product, read_halves, split
+from alignattn.matching.kernels.scale import put_felt
 from alignattn.matching.kernels.sinkhorn import LEAST, goes_on, half_step, tile_of
-from alignattn.matching.kernels.tiles import launch
+from alignattn.matching.kernels.tiles import TILE, TWO, launch
 
 CARRIED = 32  # columns of a tile whose plan is carried: of more a processor holds one program, for its registers
 LIFT = tl.constexpr(14.0)  # bits by which a plan is lifted, beside the number of columns: before, it is one at most
@@ -138,12 +139,15 @@ def _potentials(potentials, steps, problem, kind, slot):
 
 
 @triton.jit
-def _felt(
-    high, low, squares, log_marginal, potentials, steps, facts, losses, of_query, of_key,
-    n, m, d, query_blocks, places, slot, limit, worth, slope, FACTS: tl.constexpr, DEBIASED: tl.constexpr,
+def _felt(  # noqa: PLR0915
+    high, low, squares, log_marginal, potentials, steps, facts, ends, losses, of_query, of_key, felt,
+    n, m, d, query_blocks, places, slot, limit, scale, worth, slope, FACTS: tl.constexpr, DEBIASED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`slot`: from potentials to the next. `worth`, `slope`: of a lifted loss and gradient, in units of the cost."""
+    """`slot`: from potentials to the next. `worth`, `slope`: of a lifted loss and gradient, in units of the cost.
+
+    `scale`: of tokens, as they were placed. `felt`: sums of gradients (scale.py).
+    """
     problem = (tl.program_id(0) // places).to(tl.int64)
     at = tl.program_id(0) % places
     is_key = at >= query_blocks
@@ -201,6 +205,7 @@ def _felt(
             tl.store(of_key + problem * m * d + to, values, mask=inside)
         else:
             tl.store(of_query + problem * n * d + to, values, mask=inside)
+        put_felt(felt, problem * places + at, values, seen, unit / scale, origin_of(ends, problem, d, WIDTH), d, WIDTH)
 
 
 def divergence(
@@ -212,8 +217,11 @@ def divergence(
     *,
     with_gradient: bool,
     products: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [b, h], and their gradients in queries and keys [b, h, tokens, d], empty where they are not asked for."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses [b, h], their gradients in queries and keys [b, h, tokens, d], and sums of these as scale.py takes them.
+
+    What is not asked for is empty, or anything.
+    """
     (samples, heads, n, d), m = query.shape, key.shape[2]
     problems = samples * heads
     bits = math.sqrt(math.log2(math.e) / asked.epsilon)
@@ -236,10 +244,13 @@ def divergence(
             )  # fmt: skip
     losses = query.new_empty(problems, sum(blocks))
     of_query, of_key = (side.new_empty(side.shape if with_gradient else 0) for side in (query, key))
+    sums = query.new_empty(problems, sum(blocks), d + 1)
     worth = 1 / (bits * bits * 2**LIFT.value)
+    two = {"maxnreg": TWO} if placed.parts == 1 and tile["num_warps"] == 8 and tile["WIDTH"] <= TILE else {}
     tile |= {"COLUMNS": min(CARRIED, tile["COLUMNS"]), "DEBIASED": asked.debiased, "WITH_GRADIENT": with_gradient}
     launch(
-        _felt, problems * sum(blocks), high, low, placed.squares, placed.log_marginal, potentials, steps, facts, losses,
-        of_query, of_key, n, m, d, blocks[0], sum(blocks), potentials.stride(0), limit, worth, scale * worth, **tile,
+        _felt, problems * sum(blocks), high, low, placed.squares, placed.log_marginal, potentials, steps, facts,
+        placed.ends, losses, of_query, of_key, sums, n, m, d, blocks[0], sum(blocks), potentials.stride(0), limit,
+        scale, worth, scale * worth, **tile, **two,
     )  # fmt: skip
-    return losses.sum(-1).view(samples, heads), of_query, of_key
+    return losses.sum(-1).view(samples, heads), of_query, of_key, sums

@@ -74,13 +74,16 @@ def total(tokens, mask, sample, count, stride, d, ROWS: tl.constexpr, WIDTH: tl.
     summed, squares = tl.zeros([ROWS, WIDTH], tl.float64), tl.zeros([ROWS, WIDTH], tl.float64)
     largest, many = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float64)
     row = tl.arange(0, ROWS)
+    # Padding is read too: to ask first what is some would be to wait twice.
+    upcoming = read_at(tokens, row, row < count, stride, d, WIDTH)
     upcoming_valid = valid_rows(mask, sample, row, count, MASKED)
-    upcoming = read_at(tokens, row, upcoming_valid, stride, d, WIDTH)
     for start in range(0, count, ROWS):
         tile, valid = upcoming, upcoming_valid
         following = start + ROWS + row  # is read while this one is added
+        upcoming = read_at(tokens, following, following < count, stride, d, WIDTH)
         upcoming_valid = valid_rows(mask, sample, following, count, MASKED)
-        upcoming = read_at(tokens, following, upcoming_valid, stride, d, WIDTH)
+        if MASKED:
+            tile = tl.where(valid[:, None], tile, 0.0)
         largest = tl.maximum(largest, tl.abs(tile))
         number = tile.to(tl.float64)
         summed += number

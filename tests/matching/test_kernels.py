@@ -460,17 +460,9 @@ def test_scaling_survives_the_largest_numbers_and_nothing_at_all():
 
 
 @inside
-@pytest.mark.parametrize(("span", "most"), [(32, 2), (32, 16), (64, 3), (128, 1)])
-@pytest.mark.parametrize("rows", [16, 32])
-def test_scaling_divided_among_programs_in_any_way(span, most, rows, monkeypatch):
-    """Some of them have padding alone, and each side as many as it needs."""
-    from alignattn.matching.kernels import scale
+def test_scaling_where_some_tiles_are_padding_alone():
     from alignattn.matching.scale import standardise
 
-    monkeypatch.setattr(scale, "SPAN", span)
-    monkeypatch.setattr(scale, "MOST", most)
-    for name in ("SUMS", "SCALED", "FELT", "HANDED"):
-        monkeypatch.setattr(scale, name, scale.Form(rows, 4))
     query, key, _ = sides(3, 200, 70, 16, masked=False)
     query, key = query + 2.0, key * 3.0
     masks = [torch.arange(count)[None] < torch.tensor([[left], [count], [0]]) for count, left in ((200, 30), (70, 66))]
@@ -578,18 +570,17 @@ def test_losses_tell_sums_of_the_gradients_they_come_with(method, n, m, dtype, m
 
 
 @inside
-@pytest.mark.parametrize(("span", "most", "n"), [(128, 16, 21), (16, 16, 21), (64, 1, 150)])
+@pytest.mark.parametrize(("places", "n"), [(16, 21), (1, 21), (2, 150)])
 @pytest.mark.parametrize("method", ["mmd", "ot"])
-def test_gradients_past_the_scale_and_through_it_are_added(method, span, most, n, monkeypatch):
+def test_gradients_past_the_scale_and_through_it_are_added(method, places, n, monkeypatch):
     """A class may make of its method's losses, and of tokens on one scale, what it likes.
 
-    And sums that come with gradients are those of other programs than the scale has, or of too many to be read.
+    And sums that come with gradients are read at once, or some at a time.
     """
     from alignattn.matching import kernels
     from alignattn.matching.kernels import scale
 
-    monkeypatch.setattr(scale, "SPAN", span)
-    monkeypatch.setattr(scale, "MOST", most)
+    monkeypatch.setattr(scale, "PLACES", places)
     matcher, _ = matchings(method, 16)
 
     class Own(type(matcher)):

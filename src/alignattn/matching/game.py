@@ -6,7 +6,7 @@ Queries and keys descend the distance of their mean features (features.py) and l
 discriminator ascends the value of its answers, E_q[log sigmoid(z)] + E_k[log sigmoid(-z)], and leaves queries and
 keys alone. What that value is nobody asks here, and its gradient at an answer is known. With a that gradient, S the
 slopes of leaky_relu and ⊙ by elements, x' feels a ⊙ (S (W_1 ⊙ W_2ᵀ)ᵀ) and W_1 feels ((a ⊙ x')ᵀ S) ⊙ W_2ᵀ: for the
-weights nothing as large as the features is computed. Kernels play all of it in four launches (kernels/game.py).
+weights nothing as large as the features is computed. Kernels play all of it in five launches (kernels/game.py).
 """
 
 from typing import Any

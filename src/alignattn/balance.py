@@ -118,10 +118,10 @@ class Balance:
 
     @torch.no_grad()
     def _measure_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []  # at once: each accelerator's backward has a thread of its own
         kinds: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
-        for total, handed in self._arrived:
+        for total, handed in arrived:
             kinds.setdefault((total.device, total.dtype, handed is None), []).append((total, handed))
-        self._arrived.clear()
         for some in kinds.values():
             left, without = [total for total, _ in some], [handed for _, handed in some if handed is not None]
             left = list(torch._foreach_sub(left, without)) if without else left

@@ -98,6 +98,7 @@ ALLOWED = {
         "balance",
         "capture",
         "config",
+        "delivery",
         "finite",
         "matching",
         "objective",

@@ -1,6 +1,7 @@
 """Hooks that only find something out go when it is known; what they watched over is still watched."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -125,3 +126,42 @@ def test_an_evaluation_of_a_known_model_is_that_of_the_plain_one():
     found = model(**batch).logits
     alignment.detach()
     assert torch.equal(found, model(**batch).logits)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_is_not_recorded_is_given_attention_functions_as_they_are(bert, batch, fails):
+    from transformers.models.bert import modeling_bert
+
+    alignment = alignattn.align(bert, "mmd", weight=1.0)
+    interface = modeling_bert.ALL_ATTENTION_FUNCTIONS
+    plain, given = interface.plain["sdpa"], []
+
+    def note(*_):
+        given.append(interface["sdpa"] is plain)
+        if fails:
+            raise RuntimeError("on the way")
+
+    handle = bert.bert.encoder.layer[1].register_forward_pre_hook(note)
+    assert interface["sdpa"] is plain
+    with pytest.raises(RuntimeError, match="on the way") if fails else nullcontext():
+        bert(**batch)
+    assert interface["sdpa"] is plain
+    with torch.no_grad(), pytest.raises(RuntimeError, match="on the way") if fails else nullcontext():
+        bert.eval()(**batch)
+    assert given == [False, True]
+    handle.remove()
+    bert.train()(**batch).loss.backward()
+    assert len(alignment.parts) == 3
+
+
+def test_where_layers_are_computed_again_attention_is_watched_all_the_time(bert):
+    from transformers.models.bert import modeling_bert
+
+    alignment = alignattn.align(bert, "mmd", weight=1.0, stream="layer")
+    interface = modeling_bert.ALL_ATTENTION_FUNCTIONS
+    assert interface["sdpa"] is not interface.plain["sdpa"]
+    other = alignattn.align(copy.deepcopy(bert), "mmd")
+    alignment.detach()
+    assert interface["sdpa"] is interface.plain["sdpa"]
+    other.detach()
+    assert modeling_bert.ALL_ATTENTION_FUNCTIONS is interface.plain

@@ -84,7 +84,10 @@ class HuggingFaceSocket(ProjectedSocket):
         for file in self.files.values():
             _watch(file)
         # A model may be dropped without detach(); the files outlive it.
-        self.release = weakref.finalize(tap.model, _unwatch_all, list(self.files.values()))
+        self.release = weakref.finalize(tap.model, _unwatch_all, list(self.files.values()), id(self))
+        # One that stands in for attention, or waits for layers to be computed again, may want any call.
+        self.never_rests = tap.attend is not None or tap.keeps_nothing
+        self._rouse(awake=self.never_rests)
         self._seen: set[nn.Module] = set()
         self._asked: dict[nn.Module, RemovableHandle] = {}  # hooks that tell that a module runs, and on which tokens
         self._known: dict[int, _Known] = {}  # modules without, by id of their config
@@ -108,8 +111,19 @@ class HuggingFaceSocket(ProjectedSocket):
                 config = module.config
                 self._known.setdefault(id(config), _Known(config, _implementation(module), [])).modules.append(module)
 
+    def _rouse(self, *, awake: bool) -> None:
+        """Whether calls are anything to us now: while they are nothing to anybody, models are given plain functions."""
+        for file in self.files.values():
+            (file[INTERFACE].awake.add if awake else file[INTERFACE].awake.discard)(id(self))
+
+    def close(self) -> None:
+        super().close()
+        if not self.never_rests:
+            self._rouse(awake=False)
+
     def open(self) -> None:
         super().open()
+        self._rouse(awake=True)
         for known in list(self._known.values()):
             if not known.still_is():
                 del self._known[id(known.config)]
@@ -198,6 +212,7 @@ class _WatchedInterface:
     def __init__(self, plain: Any) -> None:
         self.plain = plain
         self.users = 0
+        self.awake: set[int] = set()  # sockets, by id, that want to see calls now
         self._made: dict[tuple[Callable[..., Any], str | None], Callable[..., Any]] = {}
 
     def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,9 +222,11 @@ class _WatchedInterface:
         return self._watched(self.plain[implementation], implementation)
 
     def _watched(self, function: Callable[..., Any], implementation: str | None) -> Callable[..., Any]:
-        """Made once, as every layer asks in every pass; compiled code makes its own."""
+        """Made once, as every layer asks in every pass; compiled code makes its own, and may be called in any."""
         if torch.compiler.is_compiling():
             return _watched(function, implementation)
+        if not self.awake:
+            return function
         made = self._made.get((function, implementation))
         if made is None:
             made = self._made[function, implementation] = _watched(function, implementation)
@@ -225,8 +242,9 @@ def _watch(file: dict[str, Any]) -> None:
     file[INTERFACE].users += 1
 
 
-def _unwatch_all(files: list[dict[str, Any]]) -> None:
+def _unwatch_all(files: list[dict[str, Any]], socket: int) -> None:
     for file in files:
+        file[INTERFACE].awake.discard(socket)
         _unwatch(file)
 
 

@@ -33,50 +33,50 @@ rounds it is from the least to the most.
 
 On an H200 soft attention's step takes the device 11 ms at 32 × 128 and 21 ms at 16 × 512, and Python 25 to 50 ms, by
 the machine and the minute: it waits for Python, and for how long changes by more than a bar allows. The intervals say
-so: with these, a ratio says little about its first digit behind the point. What a method adds is told better by two
-numbers that do not change so. One is what the device has to do: at 16 × 512, of each of twelve layers, 0.54 ms for
-GAN, 0.55 for MMD, 0.70 for OT and 0.77 for CT ([each by itself](../results/bench/h200-variants.txt), before MMD's and
-CT's kernels took the faster forms that were found there): 6.5 to 9.3 ms beside soft attention's 21, of which a part
-is hidden beside a forward that waits for Python. Counted, a GAN's step moves 7 GB more, in 23 passes over queries and
-keys, which takes 1.6 ms at the rate at which that device copies. How the rest is shared among kernels has not been
-profiled since they are as they are; what ptxas tells is that the way back of GAN's networks takes all 255 registers,
-with which a processor holds one program. The other is what Python has to do. On a CPU, where matchings are recorded
-and nobody plays them, steps of twelve narrow layers take 1.10 to 1.13 of soft attention's, with a look at all
-gradients in every tenth ([how](../results/bench/python-part.txt)): about so much may be left of a step that waits for
-Python, whatever kernels take. It is spread thin: twelve layers are captured, gradients handed to twelve queries and
-keys, the adversary steps.
+so. With records that are not played at all, steps of GAN took as much longer as with them, within the noise
+([where a step goes](../results/bench/h200-parts.txt)): what is left is Python's, 2 to 3 ms of a step and 5 of one in
+ten that looks at gradients, spread thin over capturing twelve layers, handing gradients to twelve queries and keys, and
+the adversary's step. On a CPU, where matchings are recorded and nobody plays them, it is told apart from all else
+([how](../results/bench/python-part.txt)).
 
-So of whole steps OT keeps to both of its bars. By their medians CT and MMD keep to the shorter one and miss the
-longer, and GAN misses both. By their intervals one miss is certain, GAN's at 32 × 128; in all other cases of these
-three the interval holds the bar. In the run before, of a few commits before, MMD kept to the longer one, at 1.10, and
-missed the shorter: both runs are below.
+What the device has to do does not change with the minute, and is counted kernel by kernel below: at 32 × 128 it is
+1.18 times soft attention's for MMD, 1.24 for GAN and OT, 1.41 for CT; at 16 × 512 1.24 for MMD and GAN, 1.38 for OT,
+1.45 for CT. A part of it is hidden beside a forward that waits for Python. GAN's way back was 3.2 ms there as one
+kernel whose warps waited for each other in every tile of 32 rows; as two, whose rows lie within a warp, it takes 2.3
+([forms side by side](../results/bench/h200-variants.txt)).
 
-Memory of steps there counts what records hold. At 16 × 512, where 1.15 was asked for, GAN, MMD and OT keep to it, and
-CT needed six thousandths more; 48 MiB less since then, by count ([how](../results/bench/record-memory.txt)), which is
+Of whole steps at 32 × 128 OT, CT and MMD keep to their bars, and GAN's median misses its own by five hundredths; its
+interval holds the bar. At 16 × 512 whole steps have not been measured since those kernels changed: with the ones before
+OT kept to its bar, and GAN, CT and MMD missed theirs by their medians, by 7, 8 and 4 hundredths, and held them by their
+intervals. The device's part of these steps is shorter since then by 1.8, 0.8 and 0.9 ms of 27 to 31.
+
+Memory of steps counts what records hold. At 16 × 512, where 1.15 was asked for, GAN, MMD and OT kept to it, and CT
+needed six thousandths more; 48 MiB less since then, by count ([how](../results/bench/record-memory.txt)), which is
 fourteen thousandths. At 32 × 128, where no bar is, what records work in is a larger share of a smaller step.
-Evaluation with alignment attached was measured when every layer was still asked whether anybody looks: microseconds,
-which show where a forward waits for Python, and not on a CPU. Since then modules that are known are called as they
-are.
+
+Evaluation with alignment attached takes no memory, and took 1.03 to 1.04 of the time on an H200, which waits for Python
+there too: 20 microseconds a layer. Since then models that nobody records are given their attention functions as they
+are, without a wrapper that asks; that has not been measured there. On a CPU, where less waits, neither shows.
 
 By length, what was asked for is at most twice attention's memory at 8192 tokens: all methods need 1.04 to 1.12 of it,
-and in the time of 3 to 6 of attention's own forward and backward. Times by layers are those of kernels before.
+and take 3 to 6 times as long as attention's own forward and backward, both with the kernels before.
 
-Sinkhorn was asked to be ten times as fast as its peers on an accelerator. It is beside geomloss, where that comes to
-the same precision; at 8192 tokens that was not waited for. Beside POT it is twelve times as fast at 8192 tokens, in
-less than a hundredth of the memory, and 6.8 times at 512, measured before its value took five launches instead of two
-dozen. Products are made of halves, two numbers of half precision for each, which is twice as fast as of TF32 parts
-and no less precise. Where problems are short, their scores are held in memory and each is solved by one program, in
-one launch: iterations of two launches take Python longer than the device. Of the time for 512 tokens, the iterations
-are about half ([each by itself](../results/bench/h200-sinkhorn-sweep.txt)), and most of the rest is Python's.
+Sinkhorn was asked to be ten times as fast as its peers on an accelerator. It is beside geomloss, by hundreds where that
+comes to the same precision; at 8192 tokens that was not waited for. Beside POT it is twelve times as fast at 8192
+tokens, in less than a hundredth of the memory, and 6.8 times at 512, where the bar is missed. Products are made of
+halves, two numbers of half precision for each, which is twice as fast as of TF32 parts and no less precise. Where
+problems are short, their scores are held in memory and each is solved by one program, in one launch: iterations of two
+launches take Python longer than the device. Of the time for 512 tokens, the iterations are about half ([each by
+itself](../results/bench/h200-sinkhorn-sweep.txt)), and most of the rest is Python's.
 
 What fewer tokens or layers do to the estimate was measured on a CPU, as it does not depend on the machine: a quarter
 of the tokens keeps the direction of the gradient better than half of the layers does.
 
-Under `torch.compile` the matching is one operator. On an H200 it misses its bars for every method but OT, each
-measured in a process of its own: soft attention takes 17 to 20 ms then, of which the 4 to 7 that a matching adds are
-more than of 33. Where they go has not been profiled. It takes half as much memory again, too: the operator copies out
-what it hands to the backward. On a CPU it costs about what it does elsewhere. The tests that ran on the H200 are in
-[h200-tests.txt](../results/bench/h200-tests.txt).
+Under `torch.compile` the matching is one operator. On an H200 it keeps to its bar for OT alone, each measured in a
+process of its own; MMD's interval touches its bar. Soft attention's compiled forward is asked for in 7 ms, and what
+Python does for a matching, as much as elsewhere, is then more of it. Memory is 1.3 to 1.4 of soft attention's, where it
+was 1.5: gradients that are known are copied once. On a CPU it costs about what it does elsewhere. The tests that ran on
+the H200 are in [h200-tests.txt](../results/bench/h200-tests.txt).
 
 Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its
 networks are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.

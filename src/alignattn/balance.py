@@ -109,9 +109,12 @@ class Balance:
     @torch.no_grad()
     def _measure_soon(self, total: Tensor, handed: Tensor | None) -> None:
         """The task's part of a gradient: with others at once, as devices wait for Python, within this backward."""
-        self._arrived.append((total, handed))
         many = AT_ONCE.get(total.device.type, MANY)
-        if sum(one.numel() for one, _ in self._arrived) >= many or is_compiled_backward():
+        if not many or is_compiled_backward():
+            self._task.append(_norm(total, without=handed))
+            return
+        self._arrived.append((total, handed))
+        if sum(one.numel() for one, _ in self._arrived) >= many:
             self._measure_arrived()
         elif len(self._arrived) == 1:
             Variable._execution_engine.queue_callback(self._measure_arrived)

@@ -37,7 +37,7 @@ so. With records that are not played at all, steps of GAN took as much longer as
 ([where a step goes](../results/bench/h200-parts.txt)): what is left is Python's, 2 to 3 ms of a step and 5 of one in
 ten that looks at gradients, spread thin over capturing twelve layers, handing gradients to twelve queries and keys, and
 the adversary's step. On a CPU, where matchings are recorded and nobody plays them, steps of twelve narrow layers take
-1.10 to 1.13 of soft attention's for it ([how](../results/bench/python-part.txt)).
+1.11 to 1.14 of soft attention's for it ([how](../results/bench/python-part.txt)).
 
 What the device has to do does not change with the minute, and is counted kernel by kernel below: at 32 × 128 it is
 1.18 times soft attention's for MMD, 1.24 for GAN and OT, 1.41 for CT; at 16 × 512 1.24 for MMD and GAN, 1.38 for OT,

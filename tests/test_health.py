@@ -8,8 +8,10 @@ from torch import nn
 
 import alignattn
 from alignattn import balance
+from alignattn.devices import Arriving
 from alignattn.distances import SAMPLES, Distances, Seen
-from alignattn.errors import AlignmentWarning
+from alignattn.errors import AlignmentWarning, NonFiniteError
+from alignattn.finite import FiniteCheck
 from alignattn.health import ADVICE, LOOKS_TO_MOVE, PATIENCE, Health
 from alignattn.matching.scale import standardise
 
@@ -149,3 +151,15 @@ def test_copies_of_queries_and_keys_have_all_figures_too(encoder):
             optimizer.step()
     logs = alignment.meter.read()
     assert {"alignment_share", "alignment_mmd", "critic_gap"} <= set(logs)
+
+
+def test_what_is_not_finite_is_raised_for_when_it_is_asked_for():
+    """Of an accelerator's answers that have arrived, but for so many of the last."""
+    check = FiniteCheck()
+    check._pending.append((["a"], Arriving(torch.tensor([False]))))
+    check.look(but=1)
+    check._pending.append((["b"], Arriving(torch.tensor([True]))))
+    with pytest.raises(NonFiniteError, match="keys of a\\."):
+        check.look(but=1)
+    check.look()
+    assert not check._pending

@@ -64,7 +64,8 @@ def test_the_operator_is_what_it_says_to_torch_and_its_gradients_are_autograds(m
     total, parts, scale, gradients = operator(*given)
     leaves = [record.query for record in records] + [record.key for record in records]
     terms.matcher.asked = False
-    expected, of_layers = terms.objective([records], 1.0, ())
+    handed, values, of_layers = terms.objective([records], 1.0, ())
+    expected = handed.term(1.0, values)
     torch.testing.assert_close(total, expected.detach())
     torch.testing.assert_close(parts, torch.stack(list(of_layers.values())))
     of_all = torch.autograd.grad(expected, [*leaves, *learnt])

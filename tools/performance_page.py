@@ -48,7 +48,8 @@ kernel whose warps waited for each other in every tile of 32 rows; as two, whose
 Of whole steps at 32 × 128 OT, CT and MMD keep to their bars, and GAN's median misses its own by five hundredths; its
 interval holds the bar. At 16 × 512 whole steps have not been measured since those kernels changed: with the ones before
 OT kept to its bar, and GAN, CT and MMD missed theirs by their medians, by 7, 8 and 4 hundredths, and held them by their
-intervals. The device's part of these steps is shorter since then by 1.8, 0.8 and 0.9 ms of 27 to 31.
+intervals. The device's part of these steps is shorter by 1.8, 0.8 and 0.9 ms, of 27 to 31, than with the kernels
+of commit c3d0d303b: both are below.
 
 Memory of steps counts what records hold. At 16 × 512, where 1.15 was asked for, GAN, MMD and OT kept to it, and CT
 needed six thousandths more; 48 MiB less since then, by count ([how](../results/bench/record-memory.txt)), which is
@@ -74,9 +75,9 @@ of the tokens keeps the direction of the gradient better than half of the layers
 
 Under `torch.compile` the matching is one operator. On an H200 it keeps to its bar for OT alone, each measured in a
 process of its own; MMD's interval touches its bar. Soft attention's compiled forward is asked for in 7 ms, and what
-Python does for a matching, as much as elsewhere, is then more of it. Memory is 1.3 to 1.4 of soft attention's, where it
-was 1.5: gradients that are known are copied once. On a CPU it costs about what it does elsewhere. The tests that ran on
-the H200 are in [h200-tests.txt](../results/bench/h200-tests.txt).
+Python does for a matching, as much as elsewhere, is then more of it. Memory is 1.3 to 1.4 of soft attention's:
+gradients that are known are copied once. On a CPU it costs about what it does elsewhere. The tests that ran on the H200
+are in [h200-tests.txt](../results/bench/h200-tests.txt).
 
 Two CPU cores: MMD, CT and OT keep to their bars, compiled or not. GAN misses its bar by three hundredths: its
 networks are a twentieth of a step's operations, and what they make of queries and keys is twice as many numbers.

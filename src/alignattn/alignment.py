@@ -239,7 +239,7 @@ class Alignment:
         self.objective.ahead.begin()
         if kwargs and (share := self._share_of_update(kwargs)) is not None:
             self._passes.weigh_next(share)
-        self.objective.finite.look(but=1)  # which the model's update asks for, unless many forwards have one
+        self.objective.finite.look(but=1)  # the last forward is asked about when the model is updated
         self._advice.if_frozen(self._tap)
         if self.steps == 0 and (self.matcher.rows or callable(self.config.weight)):
             self._advice.if_resumed_anew()

@@ -17,6 +17,7 @@ from alignattn.balance import Balance, MeetHanded, Weight, norms
 from alignattn.capture import Projected, QueryKey, Source
 from alignattn.capture.hook import is_compiled_backward, is_compiled_output
 from alignattn.capture.standin import stand_in
+from alignattn.consumed import is_consumed
 from alignattn.errors import CaptureError
 from alignattn.precision import at_least_single, has_kernel, times
 from alignattn.replay import InPlace, Lease
@@ -93,7 +94,7 @@ class Delivery:
         if number not in self._spared and (not of.ours or may_keep):
             self._spared.add(number)
         for target, at in targets:
-            if of.lent and number not in self._spared and not _is_consumed(target):
+            if of.lent and number not in self._spared and not is_consumed(target):
                 self._spared.add(number)
             self._targets.append(target)
             self._places.append((number, at))
@@ -131,9 +132,9 @@ class Delivery:
             for target, back in _taken_back(record, known):
                 self.to(target, back, factor)
         if balance is not None:
-            self.show(record, of_query, of_key, weight, scale=scale, through=through, balance=balance)
+            self.watch(record, of_query, of_key, weight, scale=scale, through=through, balance=balance)
 
-    def show(
+    def watch(
         self,
         record: QueryKey,
         of_query: Slice | None,
@@ -258,50 +259,6 @@ class _Deliver(torch.autograd.Function):
 def _comes_again() -> bool:
     """Whether the backward under way keeps its graph (retain_graph=True), and may be followed by another."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-# What autograd's nodes hand on as it is, or as another view of it; and those that make something new of it.
-PASSED_ON = frozenset(
-    f"{name}Backward0"
-    for name in ("Add", "View", "UnsafeView", "_ReshapeAlias", "Transpose", "Permute", "Unsqueeze", "Squeeze")
-)
-CONSUMED = frozenset(
-    f"{name}Backward0"
-    for name in ("Mm", "Bmm", "Linear", "Mul", "NativeLayerNorm", "Split", "SplitWithSizes", "Unbind")
-)
-
-
-def _is_consumed(target: Tensor) -> bool:
-    """Whether no parameter can get the gradient itself, nor anybody who is known to have asked for it."""
-    if target.grad_fn is None or target.retains_grad or target._backward_hooks:
-        return False
-    return _makes_anew(target.grad_fn)
-
-
-def _makes_anew(node: Any) -> bool:
-    """Whether this node hands on none of the gradient it gets, nor any behind it that gets the same."""
-    while True:
-        name = type(node).__name__  # of autograd's own nodes it is that of the node; to ask them for it takes longer
-        if name in PASSED_ON:
-            following = [one for one, _ in node.next_functions if one is not None]
-            if len(following) != 1:
-                return all(map(_makes_anew, following))
-            node = following[0]
-        elif name == "AddmmBackward0":  # to what is added it goes as it is, if that is as large
-            bias, number = node.next_functions[0]
-            if bias is None or _is_smaller(bias, number):
-                return True
-            node = bias
-        else:
-            return name in CONSUMED
-
-
-def _is_smaller(node: Any, number: int) -> bool:
-    """Than a product of matrices: then its gradient is a sum."""
-    if type(node).__name__ == "AccumulateGrad":
-        return bool(node.variable.ndim < 2)
-    known = getattr(node, "_input_metadata", None)  # not in older torch
-    return known is not None and len(known[number].shape) < 2
 
 
 def _scaled(

@@ -30,7 +30,7 @@ class FiniteCheck:
         self._pending.append((names, Arriving(finite)))
 
     def look(self, *, but: int = 0) -> None:
-        """Raise for what has arrived since; the last `but` so many are asked for later, as to ask takes its time."""
+        """Raise for what has arrived since, `but` for so many of the last: each takes its time to be asked."""
         while len(self._pending) > but and self._pending[0][1].are_here():
             names, finite = self._pending.popleft()
             _raise_for(names, finite.values())

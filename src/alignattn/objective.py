@@ -125,19 +125,6 @@ class Objective:
         balance: Balance | None = None,
         *,
         every_layer: bool = True,
-    ) -> tuple[Tensor, Parts]:
-        """The term, with gradients into queries and keys wherever they came from; and each layer's part."""
-        handed, values, parts = self.gathered(forwards, weight, watchers, balance, every_layer=every_layer)
-        return handed.term(weight, values), parts
-
-    def gathered(
-        self,
-        forwards: Forwards,
-        weight: Weight,
-        watchers: Watchers,
-        balance: Balance | None = None,
-        *,
-        every_layer: bool = True,
     ) -> tuple[Delivery, Tensor, Parts]:
         """What is to be delivered to whom, values whose sum is the total without its weight, and each layer's part."""
         shares = self.shares([len(some) for some in forwards])
@@ -197,10 +184,10 @@ class Objective:
         some = [records[place] for place in places]
         as_ever = leaves is records and self.config.generator == "model"
         if as_ever and one.of_both is not None and all(record.kept for record in some):
-            handed.to_layers(some, one.together(), factor)  # nothing is to be done for each by itself
+            handed.to_layers(some, one.together(), factor)
             if balance is not None:
                 for at, record in enumerate(some):
-                    handed.show(record, *one.slices(at), weight, scale=scale, through=True, balance=balance)
+                    handed.watch(record, *one.slices(at), weight, scale=scale, through=True, balance=balance)
             return
         for at, place in enumerate(places):
             own = one.slices(at)

@@ -85,7 +85,8 @@ class Terms:
         balance = strength.balance if strength.looks else None
         self.objective.thinning.begin(strength.closed)
         every_layer = strength.looks or self.config.every == 1
-        return self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
+        handed, values, parts = self.objective(forwards, weight, watchers, balance, every_layer=every_layer)
+        return handed.term(weight, values), parts
 
     # --- in compiled code -------------------------------------------------------------------------------------------
 
@@ -133,7 +134,7 @@ class Terms:
         looks = strength.looks and not again
         self.matcher.asked = looks
         objective.thinning.begin(strength.closed, again=again)
-        handed, values, parts = objective.gathered(forwards, 1.0, self._watchers(records, looks=looks))
+        handed, values, parts = objective(forwards, 1.0, self._watchers(records, looks=looks))
         return values.sum(), parts, objective.scale(records, objective.shares([len(some) for some in forwards])), handed
 
     def _watchers(self, records: list[QueryKey], *, looks: bool) -> list[Watcher]:
